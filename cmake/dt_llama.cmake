@@ -1,0 +1,158 @@
+# ggml, libllama and the few sources of llama.cpp's `common` that we need: found, fetched, built.
+#
+# dt_add_llama() makes the target dt_llama and sets DT_HAVE_LLAMA_COMMON to 1 or 0. Three ways, in this order:
+#   DT_SYSTEM_LLAMA=ON    an installed ggml and llama; `common` is not installed anywhere, so there chat templates are limited to
+#                         llama_chat_apply_template's list and JSON schemas are refused
+#   DT_LLAMA_SOURCE=DIR   an unpacked llama.cpp
+#   otherwise             the pinned source distribution (deps/README.md): DT_LLAMA_SDIST, or fetched by pip into the cache folder
+#                         (environment variable DT_CACHE, else deps/cache) and checked by its hash
+# Everything is static and EXCLUDE_FROM_ALL: only what our targets link is compiled.
+
+set(DT_LLAMA_CPP_PYTHON_VERSION 0.3.36)
+set(DT_LLAMA_SDIST_SHA256 832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e)
+
+if(DEFINED ENV{DT_CACHE} AND NOT "$ENV{DT_CACHE}" STREQUAL "")
+    set(DT_CACHE_DIR "$ENV{DT_CACHE}")
+else()
+    set(DT_CACHE_DIR "${CMAKE_CURRENT_SOURCE_DIR}/deps/cache")
+endif()
+
+function(dt_fetch_llama_sdist file)
+    find_package(Python3 3.9 QUIET COMPONENTS Interpreter)
+    set(wanted "llama-cpp-python==${DT_LLAMA_CPP_PYTHON_VERSION}")
+    set(by_hand "python3 -m pip download --no-deps --no-binary llama-cpp-python -d '${DT_CACHE_DIR}' ${wanted}")
+    if(NOT Python3_Interpreter_FOUND)
+        message(FATAL_ERROR "Python 3.9 or newer is needed to fetch ggml and libllama from PyPI. Install it: "
+            "sudo apt-get install python3-pip (macOS: brew install python). Without it: put the file of ${wanted} somewhere and "
+            "configure with -DDT_LLAMA_SDIST=FILE.")
+    endif()
+    message(STATUS "Fetching ${wanted} (75 MB: the source of ggml and libllama) with pip")
+    file(MAKE_DIRECTORY "${DT_CACHE_DIR}/download")
+    execute_process(
+        COMMAND "${Python3_EXECUTABLE}" -m pip download --quiet --disable-pip-version-check --no-deps
+                --no-binary llama-cpp-python --dest "${DT_CACHE_DIR}/download" ${wanted}
+        RESULT_VARIABLE result ERROR_VARIABLE errors OUTPUT_VARIABLE output)
+    get_filename_component(name "${file}" NAME)
+    if(NOT result EQUAL 0 OR NOT EXISTS "${DT_CACHE_DIR}/download/${name}")
+        message(FATAL_ERROR "pip could not fetch ${wanted}:\n${output}${errors}\n"
+            "Is the network there, and pip (sudo apt-get install python3-pip)? By hand:\n  ${by_hand}")
+    endif()
+    file(RENAME "${DT_CACHE_DIR}/download/${name}" "${file}")
+    file(REMOVE_RECURSE "${DT_CACHE_DIR}/download")
+endfunction()
+
+# Sets ${out} to the folder of the unpacked source.
+function(dt_llama_source out)
+    if(DT_LLAMA_SOURCE)
+        if(NOT EXISTS "${DT_LLAMA_SOURCE}/ggml/CMakeLists.txt" OR NOT EXISTS "${DT_LLAMA_SOURCE}/common/chat.h")
+            message(FATAL_ERROR "DT_LLAMA_SOURCE=${DT_LLAMA_SOURCE} is no llama.cpp source folder: it has no ggml/ and common/")
+        endif()
+        set(${out} "${DT_LLAMA_SOURCE}" PARENT_SCOPE)
+        return()
+    endif()
+    set(name "llama_cpp_python-${DT_LLAMA_CPP_PYTHON_VERSION}")
+    set(unpacked "${CMAKE_CURRENT_SOURCE_DIR}/deps/cache/llama.cpp-${DT_LLAMA_CPP_PYTHON_VERSION}")
+    set(${out} "${unpacked}" PARENT_SCOPE)
+    if(EXISTS "${unpacked}")
+        return()
+    endif()
+    set(file "${DT_LLAMA_SDIST}")
+    if(NOT file)
+        set(file "${DT_CACHE_DIR}/${name}.tar.gz")
+        if(NOT EXISTS "${file}")
+            dt_fetch_llama_sdist("${file}")
+        endif()
+    elseif(NOT EXISTS "${file}")
+        message(FATAL_ERROR "DT_LLAMA_SDIST=${file} is not there")
+    endif()
+    file(SHA256 "${file}" hash)
+    if(NOT hash STREQUAL DT_LLAMA_SDIST_SHA256)
+        message(FATAL_ERROR "${file} is damaged or another version: its SHA-256 is ${hash}, not ${DT_LLAMA_SDIST_SHA256}. "
+            "Remove it and configure again:\n  rm '${file}'")
+    endif()
+    message(STATUS "Unpacking llama.cpp from ${name}.tar.gz")
+    set(temporary "${unpacked}.part")
+    file(REMOVE_RECURSE "${temporary}")
+    set(inside "${name}/vendor/llama.cpp")
+    set(patterns "")
+    foreach(entry CMakeLists.txt LICENSE cmake common ggml include licenses src tools vendor)
+        list(APPEND patterns "${inside}/${entry}" "${inside}/${entry}/*")
+    endforeach()
+    file(ARCHIVE_EXTRACT INPUT "${file}" DESTINATION "${temporary}" PATTERNS ${patterns})
+    file(RENAME "${temporary}/${inside}" "${unpacked}")
+    file(REMOVE_RECURSE "${temporary}")
+endfunction()
+
+# The sources of llama.cpp's common that chat templates and JSON-schema grammars need: all but the command line, downloads, HTTP.
+function(dt_add_llama_common source)
+    file(GLOB sources "${source}/common/*.cpp" "${source}/common/jinja/*.cpp" "${source}/common/parsers/*.cpp")
+    list(FILTER sources EXCLUDE REGEX
+        "/common/(arg|console|debug|download|hf-cache|imatrix-loader|llguidance|preset|subproc)\\.cpp$")
+    set(LLAMA_BUILD_NUMBER 0)
+    set(LLAMA_BUILD_COMMIT "llama-cpp-python ${DT_LLAMA_CPP_PYTHON_VERSION}")
+    set(BUILD_COMPILER "${CMAKE_C_COMPILER_ID}")
+    set(BUILD_TARGET "${CMAKE_SYSTEM_NAME}")
+    configure_file("${source}/common/build-info.cpp.in" "${CMAKE_BINARY_DIR}/deps/build-info.cpp")
+    add_library(dt_llama_common STATIC EXCLUDE_FROM_ALL ${sources} "${CMAKE_BINARY_DIR}/deps/build-info.cpp")
+    target_include_directories(dt_llama_common SYSTEM PUBLIC "${source}/common" "${source}/vendor")
+    target_compile_options(dt_llama_common PRIVATE -w -O1) # templates are rendered once a turn: short builds matter more
+    target_link_libraries(dt_llama_common PUBLIC llama Threads::Threads)
+endfunction()
+
+# gcc before 12.4, 13.3 and 14 takes _tile_loadconfig for reading 8 bytes and deletes the stores that fill the rest of the tile
+# table (GCC PR target/114098): the first tile load dies with SIGILL. These two passes are what deletes them.
+function(dt_cure_amx source)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14 AND TARGET ggml-cpu)
+        file(GLOB amx_sources "${source}/ggml/src/ggml-cpu/amx/*.cpp")
+        set_property(SOURCE ${amx_sources} TARGET_DIRECTORY ggml-cpu APPEND PROPERTY COMPILE_OPTIONS -fno-dse -fno-tree-dse)
+    endif()
+endfunction()
+
+# A function, so that the settings of llama.cpp's build stay in here. Options given on the command line (-DGGML_OPENMP=OFF) hold.
+function(dt_build_llama source)
+    set(BUILD_SHARED_LIBS OFF)
+    set(GGML_NATIVE ${DT_NATIVE})
+    set(GGML_CCACHE OFF) # ours
+    set(GGML_METAL OFF)  # only the CPU is used
+    set(GGML_BLAS OFF)
+    if(DT_BATCH_INVARIANT)
+        set(GGML_LLAMAFILE OFF) # its tiles round differently for different batch sizes
+    endif()
+    foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
+        set(LLAMA_BUILD_${part} OFF)
+    endforeach()
+    set(LLAMA_OPENSSL OFF)
+    set(LLAMA_ALL_WARNINGS OFF)
+    # Their build asks git for a revision and would find ours, and rebuild ggml after every commit.
+    find_program(DT_FALSE_PROGRAM false)
+    mark_as_advanced(DT_FALSE_PROGRAM)
+    set(GIT_EXE ${DT_FALSE_PROGRAM})
+    set(GIT_EXECUTABLE ${DT_FALSE_PROGRAM})
+    set(CMAKE_MESSAGE_LOG_LEVEL WARNING)
+    add_subdirectory("${source}" "${CMAKE_BINARY_DIR}/deps/llama.cpp" EXCLUDE_FROM_ALL)
+    foreach(target ggml ggml-base ggml-cpu llama) # no warnings of ours inside their headers
+        get_target_property(directories ${target} INTERFACE_INCLUDE_DIRECTORIES)
+        if(directories)
+            set_target_properties(${target} PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${directories}")
+        endif()
+    endforeach()
+    dt_cure_amx("${source}")
+    dt_add_llama_common("${source}")
+endfunction()
+
+function(dt_add_llama)
+    add_library(dt_llama INTERFACE)
+    if(DT_SYSTEM_LLAMA)
+        find_package(ggml CONFIG REQUIRED)
+        find_package(llama CONFIG REQUIRED)
+        target_link_libraries(dt_llama INTERFACE llama ggml::ggml)
+        set(DT_HAVE_LLAMA_COMMON 0 PARENT_SCOPE)
+        message(STATUS "ggml and llama: installed ones; no JSON schemas, chat templates limited to llama.cpp's built-in list")
+        return()
+    endif()
+    dt_llama_source(source)
+    dt_build_llama("${source}")
+    target_link_libraries(dt_llama INTERFACE dt_llama_common llama ggml)
+    set(DT_HAVE_LLAMA_COMMON 1 PARENT_SCOPE)
+    message(STATUS "ggml and llama: built from ${source}")
+endfunction()

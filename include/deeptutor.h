@@ -1,0 +1,251 @@
+/*
+ * DeepTutor: run language models with long contexts, fast, by managing the KV cache layer by layer.
+ *
+ * Two nouns. A dt_model holds immutable weights, hyperparameters and the tokenizer, and may be shared by
+ * any number of sessions and threads. A dt_session is one timeline: the tokens so far, a KV cache per
+ * layer, the logits after the last token. A session is used by one thread at a time.
+ *
+ * Callers state the goal (dt_session_sync: "the conversation is now these tokens"); the session finds
+ * the cheap way there. Errors are values: every function that can fail returns a dt_status and, where
+ * `error` is not NULL, fills it with a sentence that says what to do. Nothing here exits, aborts or prints.
+ *
+ * Ownership: what a function hands out through `T **out` is the caller's, to be freed by the function
+ * named beside it; pointers returned otherwise belong to the object they came from.
+ */
+#ifndef DEEPTUTOR_H
+#define DEEPTUTOR_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DT_VERSION "0.1.0"
+
+/* ---- status ------------------------------------------------------------------------------------- */
+
+/* name, text */
+#define DT_STATUS_MAP(X)                                                                                                           \
+    X(OK, "done")                                                                                                                  \
+    X(ERR_ARGUMENT, "bad argument")                                                                                                \
+    X(ERR_MEMORY, "out of memory")                                                                                                 \
+    X(ERR_IO, "input or output failed")                                                                                            \
+    X(ERR_FORMAT, "malformed file")                                                                                                \
+    X(ERR_UNSUPPORTED, "not supported")                                                                                            \
+    X(ERR_CONFIG, "bad configuration")                                                                                             \
+    X(ERR_LIMIT, "limit exceeded")                                                                                                 \
+    X(ERR_TOKENIZER, "tokenizer missing or failed")                                                                                \
+    X(ERR_COMPUTE, "computation failed")                                                                                           \
+    X(ERR_CANCELLED, "cancelled by the caller")                                                                                    \
+    X(ERR_INTERNAL, "internal inconsistency")
+
+typedef enum dt_status {
+#define X(name, text) DT_##name,
+    DT_STATUS_MAP(X)
+#undef X
+} dt_status;
+
+typedef struct dt_error {
+    dt_status code;
+    char message[1024]; /* one sentence, no newline at its end */
+} dt_error;
+
+/* The constant name of a status ("DT_ERR_IO"). Never NULL. */
+const char *dt_status_name(dt_status status);
+/* Frees memory that a dt_ function allocated for the caller. */
+void dt_free(void *memory);
+
+/* ---- log ---------------------------------------------------------------------------------------- */
+
+typedef enum dt_log_level { DT_LOG_ERROR, DT_LOG_WARN, DT_LOG_INFO, DT_LOG_DEBUG } dt_log_level;
+/* `line` has no newline. Called from the thread that caused the message. */
+typedef void (*dt_log_fn)(dt_log_level level, const char *line, void *user);
+/* Sets the process-wide receiver of log lines; NULL (the default) drops them. ggml's and libllama's own lines
+ * arrive here too, one level lower than they were sent. */
+void dt_log_set(dt_log_fn fn, void *user);
+
+/* ---- model -------------------------------------------------------------------------------------- */
+
+typedef struct dt_model dt_model;
+
+typedef struct dt_model_params {
+    bool no_mmap;          /* read the file into memory instead of mapping it */
+    bool no_extra_buffers; /* keep weights in the file's layout (tests: same rounding for every batch size) */
+    bool no_tokenizer;     /* do not load the tokenizer even where the file has one */
+} dt_model_params;
+
+typedef struct dt_model_info {
+    const char *architecture; /* "llama" */
+    const char *name;         /* general.name or "" */
+    const char *weight_type;  /* the commonest type of the matrices, "Q4_1" */
+    int32_t n_layers, n_embd, n_heads, n_vocab, n_ctx_train;
+    int32_t head_dim_k, head_dim_v;
+    const int32_t *n_kv_heads; /* [n_layers] */
+    uint64_t n_params, weight_bytes;
+    uint64_t step_weight_bytes; /* what one decode step reads of them */
+    bool has_tokenizer, has_chat_template;
+} dt_model_info;
+
+/* Opens a GGUF file (or the first of a split set). params may be NULL. Free with dt_model_close.
+ * Fails with a named key or tensor when the file lacks something or has it in another type or shape. */
+dt_status dt_model_open(const char *path, const dt_model_params *params, dt_model **out, dt_error *error);
+/* All sessions on the model must be freed before. NULL is accepted. */
+void dt_model_close(dt_model *model);
+const dt_model_info *dt_model_get_info(const dt_model *model);
+
+/* ---- text --------------------------------------------------------------------------------------- */
+
+/* Tokenizes `n_bytes` of UTF-8. add_special: prepend the start token where the model wants one (never a second
+ * one). parse_special: text such as "<|im_end|>" becomes its token. *out_tokens: free with dt_free. */
+dt_status dt_tokenize(const dt_model *model, const char *text, size_t n_bytes, bool add_special, bool parse_special,
+                      int32_t **out_tokens, size_t *out_n, dt_error *error);
+/* Bytes of one token (may be part of a UTF-8 character), special tokens as text when `special`. Writes at most
+ * `capacity` bytes, no terminator; returns the length needed. */
+size_t dt_token_bytes(const dt_model *model, int32_t token, bool special, char *buffer, size_t capacity);
+/* True for every token that ends generation (end of text, end of turn...). */
+bool dt_token_is_end(const dt_model *model, int32_t token);
+/* The start token, or -1. */
+int32_t dt_token_start(const dt_model *model);
+
+typedef struct dt_chat_message {
+    const char *role; /* "system", "user", "assistant" */
+    const char *content;
+} dt_chat_message;
+
+/* Renders messages with the model's own Jinja template, or with the built-in template `template_name`, or with
+ * Jinja source given there. add_assistant: end with the opening of the assistant's turn. *out: free with dt_free. */
+dt_status dt_chat_render(const dt_model *model, const char *template_name, const dt_chat_message *messages, size_t n_messages,
+                         bool add_assistant, char **out, dt_error *error);
+
+/* ---- sampler ------------------------------------------------------------------------------------ */
+
+typedef struct dt_sampler dt_sampler;
+
+typedef struct dt_sampler_params {
+    float temp;    /* <= 0: greedy */
+    int32_t top_k; /* <= 0: all */
+    float top_p, min_p;
+    float repeat_penalty;    /* 1 = off */
+    int32_t repeat_last_n;   /* tokens looked back on by repeat_penalty; 0 = none, -1 = the context */
+    uint32_t seed;           /* DT_SEED_RANDOM draws one; dt_sampler_seed tells which */
+    const char *grammar;     /* GBNF with a rule "root", or NULL */
+    const char *json_schema; /* JSON schema text, or NULL; not together with grammar */
+    bool ignore_end;         /* never sample an end token */
+} dt_sampler_params;
+
+#define DT_SEED_RANDOM 0xFFFFFFFFu
+
+/* llama.cpp's defaults. */
+dt_sampler_params dt_sampler_default_params(void);
+/* Works on models without a tokenizer as long as neither grammar, json_schema nor ignore_end is asked for. */
+dt_status dt_sampler_new(const dt_model *model, const dt_sampler_params *params, dt_sampler **out, dt_error *error);
+void dt_sampler_free(dt_sampler *sampler);
+uint32_t dt_sampler_seed(const dt_sampler *sampler);
+/* Draws a token from logits[n_vocab] (not modified). *out_probability (may be NULL): softmax probability of that token under
+ * the unmodified logits. Fails with DT_ERR_COMPUTE when a logit is NaN, DT_ERR_ARGUMENT when no token is allowed. */
+dt_status dt_sampler_sample(dt_sampler *sampler, const float *logits, int32_t *out_token, float *out_probability, dt_error *error);
+/* Tells the sampler that `token` is now part of the text (repeat penalty, grammar when from_model). */
+dt_status dt_sampler_accept(dt_sampler *sampler, int32_t token, bool from_model, dt_error *error);
+
+/* ---- eviction ----------------------------------------------------------------------------------- */
+
+typedef struct dt_eviction dt_eviction; /* settings per layer, fitted to one model */
+
+/* preset: chat, docqa, code, summary. Free with dt_eviction_free. */
+dt_status dt_eviction_from_preset(const dt_model *model, const char *preset, dt_eviction **out, dt_error *error);
+/* JSON as docs/eviction-config.md describes; errors name file, line, key and what would be right. */
+dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error);
+void dt_eviction_free(dt_eviction *eviction);
+/* Overrides max and/or min for every layer that evicts; 0 (max) or -1 (min) = leave. */
+dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error);
+/* The "TLC: layers a-b ..." lines, joined by newlines. Free with dt_free. */
+dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error);
+
+/* ---- session ------------------------------------------------------------------------------------ */
+
+typedef struct dt_session dt_session;
+
+typedef enum dt_kv_type { DT_KV_F16, DT_KV_INT8 } dt_kv_type;
+typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
+
+typedef struct dt_session_params {
+    int32_t n_ctx;           /* longest conversation in tokens; 0 = the model's own */
+    int32_t n_batch;         /* prefill chunk in tokens; 0 = 512 */
+    int32_t n_threads;       /* decode threads; 0 = physical cores */
+    int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
+    dt_kv_type kv_type;
+    dt_prefill prefill;
+    const char *kernel;          /* "auto", "reference", "avx2", "avx512"; NULL = auto */
+    const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
+    int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
+} dt_session_params;
+
+/* Called between prefill chunks and decode steps; returning false cancels (DT_ERR_CANCELLED, the session stays usable). */
+typedef bool (*dt_progress_fn)(int64_t done_tokens, int64_t total_tokens, void *user);
+
+typedef struct dt_sync_result {
+    enum { DT_SYNC_NOTHING, DT_SYNC_EXTENDED, DT_SYNC_REWOUND, DT_SYNC_REBUILT } how;
+    int64_t reused_tokens, computed_tokens;
+    double prefill_ms;
+} dt_sync_result;
+
+typedef struct dt_layer_stats {
+    const char *policy; /* "none" where the layer keeps everything */
+    int32_t max_cache_size, length;
+    double mean_length;
+    int32_t slots_used;
+} dt_layer_stats;
+
+typedef struct dt_session_stats {
+    const char *kernel;
+    int32_t n_tokens, n_ctx, n_threads;
+    uint64_t kv_bytes, kv_bytes_peak, kv_bytes_full; /* allocated now, at most, and what full caching would need now */
+    uint64_t kv_step_bytes;                          /* keys and values that one decode step reads */
+    int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */
+    double prefill_ms, decode_ms;                                           /* eviction included */
+    double eviction_ms, attention_ms;
+} dt_session_stats;
+
+dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error);
+void dt_session_free(dt_session *session);
+/* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is
+ * still whole, or rebuilds. Afterwards dt_session_logits are those after the last token. progress, result, error may be
+ * NULL. On failure the session holds the tokens that were computed so far. */
+dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
+                          dt_sync_result *result, dt_error *error);
+/* One decode step: appends `token`. probability: how likely it was when sampled (weights its attention in the importance
+ * score); 1 where unknown. */
+dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error);
+/* logits[n_vocab] after the last token; NULL before the first. Valid until the next call on the session. */
+const float *dt_session_logits(const dt_session *session);
+/* The tokens so far, *out_n of them. */
+const int32_t *dt_session_tokens(const dt_session *session, size_t *out_n);
+void dt_session_get_stats(const dt_session *session, dt_session_stats *out);
+dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, dt_layer_stats *out);
+/* Original positions of the tokens that lane (layer, kv_head) keeps, ascending. *out: free with dt_free. */
+dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
+                                    dt_error *error);
+/* Checks the whole structure of the cache (tests call it after every step). */
+dt_status dt_session_check(const dt_session *session, dt_error *error);
+
+/* Called for every token that belongs to the output; end tokens are not reported. Returning false stops generation after this
+ * token. */
+typedef bool (*dt_token_fn)(int32_t token, void *user);
+
+typedef struct dt_generate_result {
+    int64_t n_tokens;
+    enum { DT_STOP_LENGTH, DT_STOP_END, DT_STOP_CALLER, DT_STOP_CONTEXT } why;
+} dt_generate_result;
+
+/* Samples up to n_predict tokens (-1: until an end token) after what sync left. The last token sampled (an end token included) is
+ * not computed: whoever goes on gives it to dt_session_sync together with what follows. */
+dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
+                      dt_generate_result *result, dt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

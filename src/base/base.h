@@ -1,0 +1,62 @@
+/*
+ * What every part needs: errors as values, the log, counted memory, the clock.
+ *
+ * Invariant: nothing in the library allocates cache memory or scratch except through a dt_memory, so that the
+ * byte counters equal what is allocated and a test can make any single allocation fail.
+ */
+#ifndef DT_BASE_H
+#define DT_BASE_H
+
+#include "deeptutor.h"
+
+#include <stdarg.h>
+#include <stdatomic.h>
+
+#if defined(__GNUC__)
+#define DT_PRINTF(a, b) __attribute__((format(printf, a, b)))
+#else
+#define DT_PRINTF(a, b)
+#endif
+
+/* Fills *error (may be NULL) and returns `code`. */
+dt_status dt_fail(dt_error *error, dt_status code, const char *format, ...) DT_PRINTF(3, 4);
+/* dt_fail for a failed allocation of `bytes` for `what`. */
+dt_status dt_fail_memory(dt_error *error, size_t bytes, const char *what);
+/* vsnprintf for messages of one line: too long ones end in "...", at a whole UTF-8 character; no newline at the end. */
+void dt_format_line(char *out, size_t capacity, const char *format, va_list arguments) DT_PRINTF(3, 0);
+
+void dt_log(dt_log_level level, const char *format, ...) DT_PRINTF(2, 3);
+
+/* Counted allocator. Thread-safe. */
+typedef struct dt_memory {
+    atomic_size_t bytes;      /* allocated now */
+    atomic_size_t bytes_peak; /* at most so far */
+    atomic_llong fail_after;  /* tests: allocations left before one fails (and all later ones); -1 = never */
+} dt_memory;
+
+void dt_memory_init(dt_memory *memory);
+/* 64-byte aligned, not zeroed; NULL on failure. bytes > 0. */
+void *dt_memory_alloc(dt_memory *memory, size_t bytes);
+/* Zeroed. */
+void *dt_memory_alloc_zero(dt_memory *memory, size_t bytes);
+/* Like realloc: keeps the first min(old, new) bytes; on failure returns NULL and leaves `pointer` valid. */
+void *dt_memory_grow(dt_memory *memory, void *pointer, size_t old_bytes, size_t new_bytes);
+/* `bytes` must be what was allocated. NULL is accepted. */
+void dt_memory_free(dt_memory *memory, void *pointer, size_t bytes);
+
+/* Monotonic microseconds. */
+int64_t dt_clock_us(void);
+/* Physical cores this process may run on (at least 1). */
+int32_t dt_physical_cores(void);
+
+/* IEEE half <-> float, round to nearest even, scalar. */
+float dt_f16_to_f32(uint16_t half);
+uint16_t dt_f32_to_f16(float value);
+/* True when neither infinite nor NaN, by bit pattern (works under -ffast-math). */
+bool dt_is_finite(float value);
+
+#define DT_MIN(a, b) ((a) < (b) ? (a) : (b))
+#define DT_MAX(a, b) ((a) > (b) ? (a) : (b))
+#define DT_ROUND_UP(n, multiple) (((n) + (multiple)-1) / (multiple) * (multiple))
+
+#endif

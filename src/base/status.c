@@ -1,0 +1,61 @@
+/*
+ * Errors as values: a code and one sentence in the caller's buffer.
+ *
+ * Invariants: a message never ends in a newline, is cut at a whole UTF-8 character with "..." when it does not fit, and may be
+ * built from the text that the buffer held before (dt_fail(error, code, "%s: %s", file, error->message)).
+ */
+#include "base/base.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *dt_status_name(dt_status status) {
+    switch (status) {
+#define X(name, text)                                                                                                              \
+    case DT_##name:                                                                                                                \
+        return "DT_" #name;
+        DT_STATUS_MAP(X)
+#undef X
+    }
+    return "DT_ERR_INTERNAL";
+}
+
+void dt_free(void *memory) { free(memory); }
+
+void dt_format_line(char *out, size_t capacity, const char *format, va_list arguments) {
+    const int needed = vsnprintf(out, capacity, format, arguments);
+    size_t length = needed < 0 ? 0 : (size_t)needed;
+    if (length >= capacity) {
+        length = capacity - 4;
+        while (length > 0 && ((unsigned char)out[length] & 0xC0) == 0x80) { /* in the middle of a UTF-8 character */
+            length--;
+        }
+        memcpy(out + length, "...", 3);
+        length += 3;
+    }
+    while (length > 0 && (out[length - 1] == '\n' || out[length - 1] == '\r')) {
+        length--;
+    }
+    out[length] = '\0';
+}
+
+dt_status dt_fail(dt_error *error, dt_status code, const char *format, ...) {
+    if (error != NULL) {
+        char message[sizeof error->message]; /* an argument may point into error->message */
+        va_list arguments;
+        va_start(arguments, format);
+        dt_format_line(message, sizeof message, format, arguments);
+        va_end(arguments);
+        error->code = code;
+        memcpy(error->message, message, sizeof message);
+    }
+    return code;
+}
+
+dt_status dt_fail_memory(dt_error *error, size_t bytes, const char *what) {
+    return dt_fail(error, DT_ERR_MEMORY,
+                   "out of memory: no room for %zu more bytes for %s; close other programs, or use a smaller context or a smaller "
+                   "max_cache_size",
+                   bytes, what);
+}
