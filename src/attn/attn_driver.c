@@ -1,0 +1,651 @@
+/*
+ * What the fast kernels share: how a job is cut into tasks, which entries a row sees, how spans are merged, and what becomes of
+ * the attention mass. The arithmetic on vectors is behind dt_attn_ops.
+ *
+ * A row = (query, query head of the lane), numbered query * n_rep + head. Two ways through a job:
+ *   by span   few rows (decode, drafts): a task is one span of one lane with all rows, so that a single query still keeps every
+ *             thread busy and each key and value is read once. Partial results go to scratch; who finishes a lane's last span
+ *             merges them.
+ *   by tile   many rows (prefill): a task is a tile of rows of one lane over all its spans; keys and values are unpacked to floats
+ *             once per tile and reused from the cache.
+ *
+ * Invariant: both ways do the same operations per row in the same order (span_part, then merge_part in span order), so a row's
+ * result is bitwise the same whichever way it was computed and by however many threads. A span of which a row sees nothing
+ * contributes nothing, so it may be skipped.
+ */
+#include "attn/attn_driver.h"
+
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+#define DT_TILE_ROWS 48     /* rows of a tile: enough to pay for unpacking, few enough for tile and span to stay in cache */
+#define DT_KEPT_ROWS 16     /* up to so many rows the weights are kept for the mass; beyond, scores are computed again */
+#define DT_KEY_GROUPS 2     /* groups unpacked at a time */
+#define DT_VALUE_ENTRIES 64 /* entries and dimensions of values unpacked at a time: 16 KB */
+#define DT_VALUE_DIMS 64
+
+typedef struct thread_scratch {
+    float *q;      /* [DT_TILE_ROWS + slack][dim_k_padded], in blocks */
+    float *s;      /* [DT_TILE_ROWS + slack][s_stride] */
+    float *keys;   /* [DT_KEY_GROUPS][dim_k_padded][16] */
+    float *values; /* [DT_VALUE_ENTRIES][DT_VALUE_DIMS] */
+    float *part;   /* [DT_TILE_ROWS + slack][dim_v_padded]: one span's weighted sums */
+    float *out;    /* [DT_TILE_ROWS][dim_v_padded]: merged so far */
+    float *part_max, *part_sum, *max, *sum, *factor_out, *factor_part; /* [DT_TILE_ROWS] */
+    float *add;                                                        /* [block_tokens] */
+} thread_scratch;
+
+/* Lies at the start of the job's scratch. */
+typedef struct attn_plan {
+    const dt_attn_ops *ops;
+    int32_t n_rows, n_tiles, n_tasks;
+    bool by_span, keep;
+    size_t s_stride;
+    atomic_int next_task;
+    atomic_int *spans_left;       /* [n_lanes], by span: not yet computed */
+    int32_t *first_span;          /* [n_lanes + 1] the job's number of a lane's first span */
+    int32_t *span_base;           /* [spans] entries of the lane before the span */
+    float *row_max, *row_inverse; /* [n_lanes][n_rows] of the finished row: maximum, 1 / sum of weights */
+    float *span_max, *span_sum;   /* by span: [spans][n_rows] */
+    float *span_out;              /* by span: [spans][n_rows][dim_v_padded] */
+    float *kept;                  /* keep: [spans][n_rows][block_tokens] weights relative to the span's maximum */
+    thread_scratch *threads;      /* [n_threads] */
+} attn_plan;
+
+static attn_plan *plan_of(const dt_attn_job *job) { return job->scratch; }
+
+/* ---- scratch ----------------------------------------------------------------------------------------- */
+
+typedef struct carver {
+    char *base; /* NULL: only count */
+    size_t used;
+} carver;
+
+static void *carve(carver *c, size_t count, size_t size) {
+    void *piece = c->base != NULL ? c->base + c->used : NULL;
+    c->used += DT_ROUND_UP(count * size, (size_t)64);
+    return piece;
+}
+
+static float *carve_floats(carver *c, size_t count) { return carve(c, count, sizeof(float)); }
+
+static void carve_thread(carver *c, const dt_kv_format *f, thread_scratch *thread) {
+    const size_t rows = DT_TILE_ROWS + DT_ATTN_SLACK_ROWS, dim_k = (size_t)f->dim_k_padded, dim_v = (size_t)f->dim_v_padded;
+    const size_t tokens = (size_t)f->block_tokens;
+    const thread_scratch carved = {
+        .q = carve_floats(c, rows * dim_k),
+        .s = carve_floats(c, rows * (tokens + DT_KV_GROUP)),
+        .keys = carve_floats(c, DT_KEY_GROUPS * dim_k * DT_KV_GROUP),
+        .values = carve_floats(c, DT_VALUE_ENTRIES * DT_VALUE_DIMS),
+        .part = carve_floats(c, rows * dim_v),
+        .out = carve_floats(c, DT_TILE_ROWS * dim_v),
+        .part_max = carve_floats(c, DT_TILE_ROWS),
+        .part_sum = carve_floats(c, DT_TILE_ROWS),
+        .max = carve_floats(c, DT_TILE_ROWS),
+        .sum = carve_floats(c, DT_TILE_ROWS),
+        .factor_out = carve_floats(c, DT_TILE_ROWS),
+        .factor_part = carve_floats(c, DT_TILE_ROWS),
+        .add = carve_floats(c, tokens),
+    };
+    if (thread != NULL) {
+        *thread = carved;
+    }
+}
+
+/* Lays the plan out for n_spans spans in all. plan: NULL to count only. */
+static size_t carve_plan(attn_plan *plan, const dt_kv_format *f, size_t n_lanes, size_t n_rows, size_t n_spans, bool by_span,
+                         bool keep, size_t n_threads) {
+    carver c = {.base = (char *)plan, .used = DT_ROUND_UP(sizeof(attn_plan), (size_t)64)};
+    const size_t span_rows = by_span ? n_spans * n_rows : 0, tokens = (size_t)f->block_tokens;
+    attn_plan counted;
+    attn_plan *p = plan != NULL ? plan : &counted;
+    p->spans_left = carve(&c, n_lanes, sizeof(atomic_int));
+    p->first_span = carve(&c, n_lanes + 1, sizeof(int32_t));
+    p->span_base = carve(&c, n_spans, sizeof(int32_t));
+    p->row_max = carve_floats(&c, n_lanes * n_rows);
+    p->row_inverse = carve_floats(&c, n_lanes * n_rows);
+    p->span_max = carve_floats(&c, span_rows);
+    p->span_sum = carve_floats(&c, span_rows);
+    p->span_out = carve_floats(&c, span_rows * (size_t)f->dim_v_padded);
+    p->kept = carve_floats(&c, keep ? span_rows * tokens : 0);
+    p->threads = carve(&c, n_threads, sizeof(thread_scratch));
+    for (size_t i = 0; i < n_threads; i++) {
+        carve_thread(&c, f, plan != NULL ? &plan->threads[i] : NULL);
+    }
+    return c.used;
+}
+
+size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
+                                    int32_t max_entries, int32_t n_threads) {
+    const size_t rows = (size_t)n_rep * (size_t)n_query, lanes = (size_t)n_lanes, threads = (size_t)n_threads;
+    const size_t spans = lanes * (size_t)((max_entries + format->block_tokens - 1) / format->block_tokens);
+    /* A smaller job of the same kind may go another way, so the bound is the largest of the ways. */
+    const size_t tile = carve_plan(NULL, format, lanes, rows, spans, false, false, threads);
+    const size_t span = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_TILE_ROWS), spans, true, false, threads);
+    const size_t kept = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_KEPT_ROWS), spans, true, true, threads);
+    return DT_MAX(tile, DT_MAX(span, kept));
+}
+
+void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops) {
+    attn_plan *plan = plan_of(job);
+    const int32_t n_rows = job->n_query * job->n_rep;
+    int32_t n_spans = 0;
+    for (int32_t lane = 0; lane < job->n_lanes; lane++) {
+        n_spans += job->lanes[lane].n_spans;
+    }
+    bool observed = false;
+    for (int32_t i = 0; job->mass_row != NULL && i < job->n_query; i++) {
+        observed = observed || job->mass_row[i] >= 0;
+    }
+    plan->ops = ops;
+    plan->n_rows = n_rows;
+    plan->by_span = n_rows <= DT_TILE_ROWS;
+    plan->keep = plan->by_span && observed && n_rows <= DT_KEPT_ROWS;
+    plan->n_tiles = (n_rows + DT_TILE_ROWS - 1) / DT_TILE_ROWS;
+    plan->n_tasks = plan->by_span ? n_spans : job->n_lanes * plan->n_tiles;
+    plan->s_stride = (size_t)job->format->block_tokens + DT_KV_GROUP;
+    const size_t bytes = carve_plan(plan, job->format, (size_t)job->n_lanes, (size_t)n_rows, (size_t)n_spans, plan->by_span,
+                                    plan->keep, (size_t)job->n_threads);
+    assert(bytes <= job->scratch_bytes);
+    (void)bytes;
+    atomic_init(&plan->next_task, 0);
+    int32_t span = 0;
+    for (int32_t lane = 0; lane < job->n_lanes; lane++) {
+        atomic_init(&plan->spans_left[lane], job->lanes[lane].n_spans);
+        plan->first_span[lane] = span;
+        for (int32_t i = 0, base = 0; i < job->lanes[lane].n_spans; i++) {
+            plan->span_base[span++] = base;
+            base += job->lanes[lane].spans[i].n;
+        }
+    }
+    plan->first_span[job->n_lanes] = span;
+}
+
+/* ---- store ------------------------------------------------------------------------------------------- */
+
+/* Store touches nothing of the scratch: prepare may run at the same time. */
+typedef struct store_scratch {
+    _Alignas(64) float row[DT_ATTN_MAX_DIM]; /* a key or value, padded, and its stored form */
+    _Alignas(64) uint16_t stored[DT_ATTN_MAX_DIM];
+} store_scratch;
+
+/* Copies the row, padded with zeros to a multiple of 16. Returns the padded length. */
+static int32_t load_row(store_scratch *scratch, const float *from, int32_t dim) {
+    const int32_t padded = DT_ROUND_UP(dim, DT_KV_GROUP);
+    memcpy(scratch->row, from, (size_t)dim * sizeof(float));
+    memset(scratch->row + dim, 0, (size_t)(padded - dim) * sizeof(float));
+    return padded;
+}
+
+static void store_key(const dt_attn_ops *ops, const dt_kv_format *f, store_scratch *scratch, void *block, int32_t entry,
+                      const float *k) {
+    const int32_t padded = load_row(scratch, k, f->dim_k);
+    ops->clean(scratch->row, padded);
+    if (f->type_k == DT_KV_F16) {
+        ops->to_f16(scratch->row, scratch->stored, padded);
+        uint16_t *to = (uint16_t *)((char *)block + dt_kv_key_offset(f, entry, 0));
+        for (int32_t d = 0; d < f->dim_k; d++) {
+            to[d * DT_KV_GROUP] = scratch->stored[d];
+        }
+        return;
+    }
+    int8_t *bytes = (int8_t *)scratch->stored;
+    dt_kv_k_scale(f, block)[entry] = ops->to_int8(scratch->row, bytes, padded);
+    uint8_t *to = (uint8_t *)block + dt_kv_key_offset(f, entry, 0);
+    for (int32_t d = 0; d < f->dim_k_padded; d++) {
+        to[d / 4 * (DT_KV_GROUP * 4) + d % 4] = (uint8_t)(bytes[d] + 128);
+    }
+}
+
+/* Returns the value's norm. */
+static float store_value(const dt_attn_ops *ops, const dt_kv_format *f, store_scratch *scratch, void *block, int32_t entry,
+                         const float *v) {
+    load_row(scratch, v, f->dim_v);
+    const float norm = ops->clean(scratch->row, f->dim_v_padded);
+    char *to = (char *)block + f->v_offset + (size_t)entry * dt_kv_value_row_bytes(f);
+    if (f->type_v == DT_KV_F16) {
+        ops->to_f16(scratch->row, (uint16_t *)to, f->dim_v_padded);
+    } else {
+        dt_kv_v_scale(f, block)[entry] = ops->to_int8(scratch->row, (int8_t *)to, f->dim_v_padded);
+    }
+    return norm;
+}
+
+/* Entries [begin, end) of a span; the first of them is query `query`. */
+static void store_entries(const dt_attn_job *job, const dt_attn_ops *ops, int32_t lane, void *block, int32_t begin, int32_t end,
+                          int32_t query) {
+    store_scratch scratch;
+    dt_attn_lane *l = &job->lanes[lane];
+    for (int32_t t = begin; t < end; t++, query++) {
+        const size_t token = (size_t)query, head = (size_t)lane;
+        store_key(ops, job->format, &scratch, block, t, job->k + token * job->k_token_stride + head * job->k_head_stride);
+        const float norm =
+            store_value(ops, job->format, &scratch, block, t, job->v + token * job->v_token_stride + head * job->v_head_stride);
+        dt_kv_position(job->format, block)[t] = job->positions[query];
+        if (l->value_norm != NULL) {
+            l->value_norm[l->n_entries - job->n_query + query] = norm;
+        }
+    }
+}
+
+void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith, int32_t nth) {
+    int32_t turn = 0; /* groups are dealt out whole: entries of one group share cache lines */
+    for (int32_t lane = 0; lane < job->n_lanes; lane++) {
+        const dt_attn_lane *l = &job->lanes[lane];
+        int32_t span = l->n_spans, n_after = 0; /* entries from here to the lane's end */
+        while (n_after < job->n_query) {
+            n_after += l->spans[--span].n;
+        }
+        int32_t begin = n_after - job->n_query, query = 0;
+        for (; span < l->n_spans; span++, begin = 0) {
+            for (; begin < l->spans[span].n;) {
+                const int32_t end = DT_MIN(begin / DT_KV_GROUP * DT_KV_GROUP + DT_KV_GROUP, l->spans[span].n);
+                if (turn++ % nth == ith) {
+                    store_entries(job, ops, lane, l->spans[span].block, begin, end, query);
+                }
+                query += end - begin;
+                begin = end;
+            }
+        }
+    }
+}
+
+/* ---- one span ---------------------------------------------------------------------------------------- */
+
+/* A range of rows of one lane. */
+typedef struct row_range {
+    int32_t lane, first, n;
+} row_range;
+
+/* Dimensions of a key that are multiplied: INT8 keys come in fours. */
+static int32_t score_dim(const dt_kv_format *f) { return f->type_k == DT_KV_INT8 ? f->dim_k_padded : f->dim_k; }
+
+static void pack_queries(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    const attn_plan *plan = plan_of(job);
+    const int32_t dim = job->format->dim_k, dim_padded = score_dim(job->format);
+    const float unit = job->format->type_k == DT_KV_INT8 ? DT_ATTN_INT8_KEY_UNIT : 1.0f;
+    float *q = thread->q;
+    for (int32_t done = 0; done < rows.n;) {
+        const int32_t block = dt_attn_block_rows(rows.n - done, plan->ops->score_block);
+        memset(q, 0, (size_t)(block * dim_padded) * sizeof(float));
+        for (int32_t r = 0; r < block && done + r < rows.n; r++) {
+            const int32_t row = rows.first + done + r;
+            const size_t query = (size_t)(row / job->n_rep), head = (size_t)(rows.lane * job->n_rep + row % job->n_rep);
+            const float *from = job->q + query * job->q_token_stride + head * job->q_head_stride;
+            for (int32_t d = 0; d < dim; d++) {
+                const float x = from[d] * job->scale;
+                q[d * block + r] = unit * (x > DT_ATTN_QUERY_MAX    ? DT_ATTN_QUERY_MAX
+                                           : x < -DT_ATTN_QUERY_MAX ? -DT_ATTN_QUERY_MAX
+                                                                    : x);
+            }
+        }
+        q += (size_t)block * (size_t)dim_padded;
+        done += block;
+    }
+}
+
+/* A span as the rows of a range see it. */
+typedef struct span_view {
+    const dt_kv_span *span;
+    int32_t first_hidden;               /* entry of the span at which query 0's causal limit lies; query i's is i further */
+    int32_t n_total;                    /* entries that at least one row sees */
+    int32_t position_min, position_max; /* over n_total, only where there is a window */
+    int32_t masked_query;               /* query for which thread->add is filled; -1 = none */
+} span_view;
+
+static int32_t visible_entries(const span_view *view, int32_t query) {
+    return DT_MAX(DT_MIN(view->first_hidden + query, view->span->n), 0);
+}
+
+/* False when no row of the range sees an entry of the span. */
+static bool view_span(const dt_attn_job *job, row_range rows, int32_t span, span_view *view) {
+    const attn_plan *plan = plan_of(job);
+    const dt_attn_lane *l = &job->lanes[rows.lane];
+    const int32_t first_query = rows.first / job->n_rep, last_query = (rows.first + rows.n - 1) / job->n_rep;
+    *view = (span_view){.span = &l->spans[span], .masked_query = -1};
+    view->first_hidden = l->n_entries - job->n_query + 1 - plan->span_base[plan->first_span[rows.lane] + span];
+    view->n_total = visible_entries(view, last_query);
+    if (view->n_total == 0 || job->window <= 0) {
+        return view->n_total > 0;
+    }
+    const int32_t *position = dt_kv_position(job->format, view->span->block);
+    view->position_min = view->position_max = position[0];
+    for (int32_t t = 1; t < view->n_total; t++) {
+        view->position_min = DT_MIN(view->position_min, position[t]);
+        view->position_max = DT_MAX(view->position_max, position[t]);
+    }
+    int32_t oldest = job->positions[first_query];
+    for (int32_t i = first_query + 1; i <= last_query; i++) {
+        oldest = DT_MIN(oldest, job->positions[i]);
+    }
+    return view->position_max > oldest - job->window;
+}
+
+/* What is added to query's scores; NULL = nothing. */
+static const float *query_mask(const dt_attn_job *job, const thread_scratch *thread, span_view *view, int32_t query) {
+    const int32_t newest_unseen = job->positions[query] - job->window;
+    if (job->window <= 0 || view->position_min > newest_unseen) {
+        return view->span->bias;
+    }
+    if (view->masked_query != query) {
+        const int32_t *position = dt_kv_position(job->format, view->span->block);
+        const float *bias = view->span->bias;
+        for (int32_t t = 0; t < view->n_total; t++) {
+            thread->add[t] = position[t] <= newest_unseen ? -INFINITY : bias != NULL ? bias[t] : 0.0f;
+        }
+        view->masked_query = query;
+    }
+    return thread->add;
+}
+
+static dt_attn_terms span_terms(const dt_attn_job *job, const span_view *view) {
+    return (dt_attn_terms){
+        .k_scale = job->format->type_k == DT_KV_INT8 ? dt_kv_k_scale(job->format, view->span->block) : NULL,
+        .softcap = job->softcap,
+    };
+}
+
+/* Dot products of the packed rows with the span's entries into thread->s. With few rows memory is the limit: while keys are
+ * read the span's values are asked for, and while values are read the keys of the next span, so that memory never waits. */
+static void span_scores(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, int32_t n_rows) {
+    const attn_plan *plan = plan_of(job);
+    const dt_attn_ops *ops = plan->ops;
+    const dt_kv_format *f = job->format;
+    const dt_attn_kind kind = (dt_attn_kind)f->type_k;
+    const int32_t n_groups = (view->n_total + DT_KV_GROUP - 1) / DT_KV_GROUP;
+    const int32_t dim = score_dim(f);
+    if (n_rows <= ops->score_block) {
+        ops->scores(kind, view->span->block, dim, n_groups, (ptrdiff_t)f->v_offset, thread->q, n_rows, thread->s, plan->s_stride);
+        return;
+    }
+    for (int32_t g = 0; g < n_groups; g += DT_KEY_GROUPS) {
+        const int32_t n = DT_MIN(DT_KEY_GROUPS, n_groups - g);
+        ops->convert_keys(kind, (const char *)view->span->block + (size_t)g * dt_kv_group_bytes(f), dim, n, thread->keys);
+        ops->scores(DT_ATTN_F32, thread->keys, dim, n, 0, thread->q, n_rows, thread->s + g * DT_KV_GROUP, plan->s_stride);
+    }
+}
+
+/* Weighted sums of the span's values with the weights in thread->s into thread->part. next: block to be read after, or NULL. */
+static void span_values(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, int32_t n_rows,
+                        const char *next) {
+    const attn_plan *plan = plan_of(job);
+    const dt_attn_ops *ops = plan->ops;
+    const dt_kv_format *f = job->format;
+    const dt_attn_kind kind = (dt_attn_kind)f->type_v;
+    const size_t row_bytes = dt_kv_value_row_bytes(f), stride = (size_t)f->dim_v_padded;
+    const char *values = (const char *)view->span->block + f->v_offset;
+    const ptrdiff_t ahead = next != NULL ? (ptrdiff_t)((uintptr_t)next - (uintptr_t)values) : 0;
+    memset(thread->part, 0, (size_t)(n_rows + DT_ATTN_SLACK_ROWS) * stride * sizeof(float));
+    for (int32_t t = 0; t < view->n_total; t += DT_VALUE_ENTRIES) {
+        const int32_t n = DT_MIN(DT_VALUE_ENTRIES, view->n_total - t);
+        const char *from = values + (size_t)t * row_bytes;
+        if (n_rows <= ops->score_block) {
+            ops->values(kind, from, row_bytes, ahead, n, f->dim_v_padded, thread->s + t, plan->s_stride, n_rows, thread->part,
+                        stride);
+            continue;
+        }
+        for (int32_t d = 0; d < f->dim_v_padded; d += DT_VALUE_DIMS) {
+            const int32_t n_dims = DT_MIN(DT_VALUE_DIMS, f->dim_v_padded - d);
+            ops->convert_values(kind, from + (size_t)d * (kind == DT_ATTN_F16 ? 2 : 1), row_bytes, n, n_dims, thread->values);
+            ops->values(DT_ATTN_F32, thread->values, (size_t)n_dims * sizeof(float), 0, n, n_dims, thread->s + t, plan->s_stride,
+                        n_rows, thread->part + d, stride);
+        }
+    }
+}
+
+/* The packed rows over one span: thread->part, part_max and part_sum. keep: NULL or [rows][block_tokens] for the weights. next:
+ * as in span_values. False (part_max all -INFINITY) when no row sees any of it. */
+static bool span_part(const dt_attn_job *job, const thread_scratch *thread, row_range rows, int32_t span, float *keep,
+                      const char *next) {
+    const attn_plan *plan = plan_of(job);
+    const dt_kv_format *f = job->format;
+    span_view view;
+    if (!view_span(job, rows, span, &view)) {
+        for (int32_t r = 0; r < rows.n; r++) {
+            thread->part_max[r] = -INFINITY;
+            thread->part_sum[r] = 0.0f;
+        }
+        if (keep != NULL) {
+            memset(keep, 0, (size_t)rows.n * (size_t)f->block_tokens * sizeof(float));
+        }
+        return false;
+    }
+    span_scores(job, thread, &view, rows.n);
+    dt_attn_terms terms = span_terms(job, &view);
+    const float *v_scale = f->type_v == DT_KV_INT8 ? dt_kv_v_scale(f, view.span->block) : NULL;
+    for (int32_t r = 0; r < rows.n; r++) {
+        const int32_t query = (rows.first + r) / job->n_rep;
+        terms.add = query_mask(job, thread, &view, query);
+        thread->part_max[r] =
+            plan->ops->weights(thread->s + (size_t)r * plan->s_stride, visible_entries(&view, query), view.n_total, &terms, v_scale,
+                               keep != NULL ? keep + (size_t)r * (size_t)f->block_tokens : NULL, &thread->part_sum[r]);
+    }
+    span_values(job, thread, &view, rows.n, next);
+    return true;
+}
+
+/* ---- merging ----------------------------------------------------------------------------------------- */
+
+static void merge_begin(const dt_attn_job *job, const thread_scratch *thread, int32_t n_rows) {
+    for (int32_t r = 0; r < n_rows; r++) {
+        thread->max[r] = -INFINITY;
+        thread->sum[r] = 0.0f;
+    }
+    memset(thread->out, 0, (size_t)n_rows * (size_t)job->format->dim_v_padded * sizeof(float));
+}
+
+/* Adds one span's result to what was merged before. */
+static void merge_part(const dt_attn_job *job, const thread_scratch *thread, int32_t n_rows, const float *part_max,
+                       const float *part_sum, const float *part) {
+    const dt_attn_ops *ops = plan_of(job)->ops;
+    const int32_t dim = job->format->dim_v_padded;
+    for (int32_t r = 0; r < n_rows; r++) {
+        const bool empty = part_max[r] == -INFINITY;
+        const float max = empty ? thread->max[r] : DT_MAX(thread->max[r], part_max[r]);
+        thread->factor_out[r] = empty ? 0.0f : thread->max[r] - max;
+        thread->factor_part[r] = empty ? -INFINITY : part_max[r] - max;
+        thread->max[r] = max;
+    }
+    ops->exponentials(thread->factor_out, DT_ROUND_UP(n_rows, DT_KV_GROUP));
+    ops->exponentials(thread->factor_part, DT_ROUND_UP(n_rows, DT_KV_GROUP));
+    for (int32_t r = 0; r < n_rows; r++) {
+        if (part_max[r] == -INFINITY) {
+            continue;
+        }
+        const float old = thread->factor_out[r], new = thread->factor_part[r];
+        thread->sum[r] = thread->sum[r] * old + part_sum[r] * new;
+        ops->merge(thread->out + (size_t)r * (size_t)dim, old, part + (size_t)r * (size_t)dim, new, dim);
+    }
+}
+
+/* Normalises the merged rows, writes them out and remembers what the mass needs. */
+static void merge_end(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    const attn_plan *plan = plan_of(job);
+    const int32_t dim = job->format->dim_v, stride = job->format->dim_v_padded;
+    for (int32_t r = 0; r < rows.n; r++) {
+        const int32_t row = rows.first + r;
+        const size_t query = (size_t)(row / job->n_rep), head = (size_t)(rows.lane * job->n_rep + row % job->n_rep);
+        const float inverse = thread->sum[r] > 0.0f ? 1.0f / thread->sum[r] : 0.0f;
+        const float *from = thread->out + (size_t)r * (size_t)stride;
+        float *to = job->out + query * job->out_token_stride + head * job->out_head_stride;
+        for (int32_t d = 0; d < dim; d++) {
+            to[d] = from[d] * inverse;
+        }
+        plan->row_max[rows.lane * plan->n_rows + row] = thread->max[r];
+        plan->row_inverse[rows.lane * plan->n_rows + row] = inverse;
+    }
+}
+
+/* ---- attend ------------------------------------------------------------------------------------------ */
+
+static int32_t lane_of_span(const attn_plan *plan, int32_t span, int32_t lane) {
+    while (span >= plan->first_span[lane + 1]) {
+        lane++;
+    }
+    return lane;
+}
+
+static void merge_lane(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    const attn_plan *plan = plan_of(job);
+    const size_t n = (size_t)rows.n;
+    merge_begin(job, thread, rows.n);
+    for (size_t span = (size_t)plan->first_span[rows.lane]; span < (size_t)plan->first_span[rows.lane + 1]; span++) {
+        merge_part(job, thread, rows.n, plan->span_max + span * n, plan->span_sum + span * n,
+                   plan->span_out + span * n * (size_t)job->format->dim_v_padded);
+    }
+    merge_end(job, thread, rows);
+}
+
+static void attend_by_span(const dt_attn_job *job, const thread_scratch *thread) {
+    attn_plan *plan = plan_of(job);
+    const size_t n = (size_t)plan->n_rows, dim = (size_t)job->format->dim_v_padded, tokens = (size_t)job->format->block_tokens;
+    int32_t packed_lane = -1, lane = 0;
+    int32_t task = atomic_fetch_add_explicit(&plan->next_task, 1, memory_order_relaxed);
+    while (task < plan->n_tasks) {
+        /* The task after this one is claimed now, so that its memory can be asked for in time. */
+        const int32_t next = atomic_fetch_add_explicit(&plan->next_task, 1, memory_order_relaxed);
+        lane = lane_of_span(plan, task, lane);
+        const char *next_block = NULL;
+        if (next < plan->n_tasks) {
+            const int32_t next_lane = lane_of_span(plan, next, lane);
+            next_block = job->lanes[next_lane].spans[next - plan->first_span[next_lane]].block;
+        }
+        const row_range rows = {.lane = lane, .first = 0, .n = plan->n_rows};
+        if (packed_lane != lane) {
+            pack_queries(job, thread, rows);
+            packed_lane = lane;
+        }
+        const size_t at = (size_t)task * n;
+        if (span_part(job, thread, rows, task - plan->first_span[lane], plan->keep ? plan->kept + at * tokens : NULL, next_block)) {
+            memcpy(plan->span_out + at * dim, thread->part, n * dim * sizeof(float));
+        }
+        memcpy(plan->span_max + at, thread->part_max, n * sizeof(float));
+        memcpy(plan->span_sum + at, thread->part_sum, n * sizeof(float));
+        if (atomic_fetch_sub_explicit(&plan->spans_left[lane], 1, memory_order_acq_rel) == 1) {
+            merge_lane(job, thread, rows);
+        }
+        task = next;
+    }
+}
+
+static void attend_by_tile(const dt_attn_job *job, const thread_scratch *thread) {
+    attn_plan *plan = plan_of(job);
+    int32_t task;
+    while ((task = atomic_fetch_add_explicit(&plan->next_task, 1, memory_order_relaxed)) < plan->n_tasks) {
+        /* Lane by lane, so that threads share what they read; long tiles first, so that short ones fill the end. */
+        const int32_t first = (plan->n_tiles - 1 - task % plan->n_tiles) * DT_TILE_ROWS;
+        const row_range rows = {.lane = task / plan->n_tiles, .first = first, .n = DT_MIN(DT_TILE_ROWS, plan->n_rows - first)};
+        pack_queries(job, thread, rows);
+        merge_begin(job, thread, rows.n);
+        for (int32_t span = 0; span < job->lanes[rows.lane].n_spans; span++) {
+            if (span_part(job, thread, rows, span, NULL, NULL)) {
+                merge_part(job, thread, rows.n, thread->part_max, thread->part_sum, thread->part);
+            }
+        }
+        merge_end(job, thread, rows);
+    }
+}
+
+void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth) {
+    (void)nth;
+    const attn_plan *plan = plan_of(job);
+    if (plan->by_span) {
+        attend_by_span(job, &plan->threads[ith]);
+    } else {
+        attend_by_tile(job, &plan->threads[ith]);
+    }
+}
+
+/* ---- observe ----------------------------------------------------------------------------------------- */
+
+/* From weights that attend kept (by span, so the last row sees all of every span and all of it was written). Mass columns of
+ * spans [begin, end) of a lane. */
+static void observe_kept(const dt_attn_job *job, const thread_scratch *thread, int32_t lane, int32_t begin, int32_t end) {
+    const attn_plan *plan = plan_of(job);
+    const dt_attn_lane *l = &job->lanes[lane];
+    const size_t n = (size_t)plan->n_rows, tokens = (size_t)job->format->block_tokens, n_rep = (size_t)job->n_rep;
+    const float *row_max = plan->row_max + (size_t)lane * n, *row_inverse = plan->row_inverse + (size_t)lane * n;
+    float *factor = thread->factor_part;
+    for (int32_t span = begin; span < end; span++) {
+        const size_t number = (size_t)(plan->first_span[lane] + span);
+        const float *span_max = plan->span_max + number * n, *kept = plan->kept + number * n * tokens;
+        for (size_t r = 0; r < n; r++) {
+            factor[r] = span_max[r] == -INFINITY ? -INFINITY : span_max[r] - row_max[r];
+        }
+        plan->ops->exponentials(factor, DT_ROUND_UP(plan->n_rows, DT_KV_GROUP));
+        for (size_t r = 0; r < n; r++) {
+            factor[r] *= row_inverse[r];
+        }
+        for (size_t query = 0; query < (size_t)job->n_query; query++) {
+            const int32_t mass_row = job->mass_row[query];
+            if (mass_row >= 0) {
+                float *mass = l->mass + (size_t)mass_row * job->mass_stride + plan->span_base[number];
+                plan->ops->add_mass(mass, kept + query * n_rep * tokens, tokens, factor + query * n_rep, job->n_rep,
+                                    l->spans[span].n);
+            }
+        }
+    }
+}
+
+/* Scores once more: only few of many queries are observed. */
+static void observe_again(const dt_attn_job *job, const thread_scratch *thread, int32_t lane, int32_t begin, int32_t end) {
+    const attn_plan *plan = plan_of(job);
+    const dt_attn_lane *l = &job->lanes[lane];
+    for (int32_t first = 0; first < plan->n_rows; first += DT_TILE_ROWS) {
+        const row_range rows = {.lane = lane, .first = first, .n = DT_MIN(DT_TILE_ROWS, plan->n_rows - first)};
+        bool observed = false;
+        for (int32_t r = 0; r < rows.n; r++) {
+            observed = observed || job->mass_row[(first + r) / job->n_rep] >= 0;
+        }
+        if (!observed) {
+            continue;
+        }
+        pack_queries(job, thread, rows);
+        for (int32_t span = begin; span < end; span++) {
+            span_view view;
+            if (!view_span(job, rows, span, &view)) {
+                continue;
+            }
+            span_scores(job, thread, &view, rows.n);
+            dt_attn_terms terms = span_terms(job, &view);
+            for (int32_t r = 0; r < rows.n; r++) {
+                const int32_t query = (first + r) / job->n_rep, row = lane * plan->n_rows + first + r;
+                if (job->mass_row[query] >= 0) {
+                    float *mass =
+                        l->mass + (size_t)job->mass_row[query] * job->mass_stride + plan->span_base[plan->first_span[lane] + span];
+                    terms.add = query_mask(job, thread, &view, query);
+                    plan->ops->score_mass(mass, thread->s + (size_t)r * plan->s_stride, visible_entries(&view, query), &terms,
+                                          plan->row_max[row], plan->row_inverse[row]);
+                }
+            }
+        }
+    }
+}
+
+void dt_attn_driver_observe(dt_attn_job *job, int32_t ith, int32_t nth) {
+    const attn_plan *plan = plan_of(job);
+    if (job->mass_row == NULL) {
+        return;
+    }
+    /* Every thread owns the mass columns of some spans, so that sums have one order. */
+    const int64_t n_spans = plan->first_span[job->n_lanes];
+    const int32_t from = (int32_t)(n_spans * ith / nth), to = (int32_t)(n_spans * (ith + 1) / nth);
+    for (int32_t lane = 0; lane < job->n_lanes; lane++) {
+        const dt_attn_lane *l = &job->lanes[lane];
+        const int32_t begin = DT_MAX(from - plan->first_span[lane], 0), end = DT_MIN(to - plan->first_span[lane], l->n_spans);
+        if (begin >= end || l->mass == NULL) {
+            continue;
+        }
+        const int32_t *base = plan->span_base + plan->first_span[lane];
+        const int32_t column = base[begin], n = base[end - 1] + l->spans[end - 1].n - column;
+        for (int32_t row = 0; row < job->n_mass_rows; row++) {
+            memset(l->mass + (size_t)row * job->mass_stride + column, 0, (size_t)n * sizeof(float));
+        }
+        if (plan->keep) {
+            observe_kept(job, &plan->threads[ith], lane, begin, end);
+        } else {
+            observe_again(job, &plan->threads[ith], lane, begin, end);
+        }
+    }
+}

@@ -1,0 +1,106 @@
+/*
+ * Between the shared driver (attn_driver.c), which knows lanes, spans, masks, threads and merging, and the instruction sets
+ * (attn_avx2.c, attn_avx512.c), which know vectors: a table of small operations on plain arrays.
+ *
+ * Invariant of every operation here: what it computes for one row does not depend on the other rows of the call, nor on how
+ * many entries beyond the row's last visible one the call covers. Sums run in index order with fused multiply-add. Bitwise
+ * equal results for every batch size and thread count rest on that.
+ */
+#ifndef DT_ATTN_DRIVER_H
+#define DT_ATTN_DRIVER_H
+
+#include "attn/attn.h"
+
+/* How the numbers of keys or values lie: as in the cache (dt_kv_format.h), or unpacked to floats by convert_keys/convert_values. */
+typedef enum dt_attn_kind { DT_ATTN_F16 = DT_KV_F16, DT_ATTN_INT8 = DT_KV_INT8, DT_ATTN_F32 } dt_attn_kind;
+
+/* Keys and values beyond this are clamped when stored, the largest finite half. */
+#define DT_ATTN_STORED_MAX 65504.0f
+/* Scaled queries beyond this are clamped, so that no score overflows: 1e30 * 65504 * 1024 dimensions is still finite. */
+#define DT_ATTN_QUERY_MAX 1e30f
+/* A row of stored bytes has scale = largest magnitude / 127; below this magnitude it is stored as zeros. */
+#define DT_ATTN_INT8_TINY 1e-30f
+/* INT8 keys are multiplied as integers shifted left by 24 bits (that takes one shuffle); packed queries make up for it. */
+#define DT_ATTN_INT8_KEY_UNIT 0x1p-24f
+/* Rows that a block operation may compute beyond those asked for: packed queries, scores and outputs have room for them. */
+#define DT_ATTN_SLACK_ROWS 4
+
+/* What turns dot products into scores, per entry of a span; each may be absent. */
+typedef struct dt_attn_terms {
+    const float *k_scale; /* multiplies first */
+    float softcap;        /* then s = softcap * tanh(s / softcap); 0 = none */
+    const float *add;     /* then added: bias, and -INFINITY where the row must not look */
+} dt_attn_terms;
+
+typedef struct dt_attn_ops {
+    int32_t score_block; /* most rows that share a block of packed queries; smaller blocks have a power of two of rows */
+
+    /* ---- store: n is a multiple of 16 ---- */
+    /* Clamps to +-DT_ATTN_STORED_MAX, NaN to 0; returns the L2 norm of the result. */
+    float (*clean)(float *x, int32_t n);
+    void (*to_f16)(const float *x, uint16_t *out, int32_t n);
+    /* Returns the scale. */
+    float (*to_int8)(const float *x, int8_t *out, int32_t n);
+
+    /* ---- attend ---- */
+    /* Keys of n_groups groups to floats [group][dim][16]; INT8 keys come out in DT_ATTN_INT8_KEY_UNIT's inverse. */
+    void (*convert_keys)(dt_attn_kind kind, const void *keys, int32_t dim, int32_t n_groups, float *out);
+    /* s[row * stride + entry] = q . k. q: blocks of rows, [dim][rows of the block] each (dt_attn_block_rows). For INT8, dim
+     * is the padded one. While a key is read, the memory `ahead` bytes further on is asked for (not for DT_ATTN_F32). */
+    void (*scores)(dt_attn_kind kind, const void *keys, int32_t dim, int32_t n_groups, ptrdiff_t ahead, const float *q,
+                   int32_t n_rows, float *s, size_t stride);
+    /* One row: scores s[n_visible] become weights exp(s - max), zero in [n_visible, n_total); both round up to 16 within the
+     * row's memory. Returns the maximum (-INFINITY where nothing is visible) and the sum of the weights. keep, where not NULL,
+     * gets a copy of the weights; v_scale, where not NULL, multiplies them in s afterwards. */
+    float (*weights)(float *s, int32_t n_visible, int32_t n_total, const dt_attn_terms *terms, const float *v_scale, float *keep,
+                     float *sum);
+    /* Values of n entries, n_dims (multiple of 16) of each, to floats [entry][n_dims]. */
+    void (*convert_values)(dt_attn_kind kind, const void *values, size_t row_bytes, int32_t n, int32_t n_dims, float *out);
+    /* o[row * o_stride + dim] += sum over entries of w[row * w_stride + entry] * value, in entry order. ahead: as in scores. */
+    void (*values)(dt_attn_kind kind, const void *values, size_t row_bytes, ptrdiff_t ahead, int32_t n, int32_t n_dims,
+                   const float *w, size_t w_stride, int32_t n_rows, float *o, size_t o_stride);
+    /* x[i] = exp(x[i]) for x <= 0; n is a multiple of 16. */
+    void (*exponentials)(float *x, int32_t n);
+    /* o = o * a + add * b; n is a multiple of 16. */
+    void (*merge)(float *o, float a, const float *add, float b, int32_t n);
+
+    /* ---- observe: any n ---- */
+    /* mass[i] += sum over rows of w[row * w_stride + i] * factor[row] */
+    void (*add_mass)(float *mass, const float *w, size_t w_stride, const float *factor, int32_t n_rows, int32_t n);
+    /* Like weights with a known maximum: mass[n] += exp(s - max) * factor. */
+    void (*score_mass)(float *mass, float *s, int32_t n, const dt_attn_terms *terms, float max, float factor);
+} dt_attn_ops;
+
+/* Rows of the next block when n rows are left: the largest block, or the next power of two (computing up to
+ * DT_ATTN_SLACK_ROWS rows that nobody reads). */
+static inline int32_t dt_attn_block_rows(int32_t n, int32_t largest) {
+    int32_t rows = 1;
+    while (rows < n && rows < largest) {
+        rows *= 2;
+    }
+    return DT_MIN(rows, largest);
+}
+
+size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
+                                    int32_t max_entries, int32_t n_threads);
+void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops);
+void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith, int32_t nth);
+void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth);
+void dt_attn_driver_observe(dt_attn_job *job, int32_t ith, int32_t nth);
+
+#if defined(DT_HAVE_AVX2)
+extern const dt_attn_ops dt_attn_avx2_ops;
+#endif
+#if defined(DT_HAVE_AVX512)
+extern const dt_attn_ops dt_attn_avx512_ops;
+#endif
+
+/* The reference shares nothing with the driver (attn_reference.c). */
+size_t dt_attn_reference_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
+                                       int32_t max_entries, int32_t n_threads);
+void dt_attn_reference_prepare(dt_attn_job *job);
+void dt_attn_reference_store(dt_attn_job *job, int32_t ith, int32_t nth);
+void dt_attn_reference_attend(dt_attn_job *job, int32_t ith, int32_t nth);
+void dt_attn_reference_observe(dt_attn_job *job, int32_t ith, int32_t nth);
+
+#endif
