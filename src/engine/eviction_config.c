@@ -1,0 +1,278 @@
+/*
+ * Eviction settings: presets, defaults, overrides, and the lines that tell the user what holds.
+ *
+ * Owns the rules that the JSON reader (eviction_json.c) and the presets share. What was asked (requests) is kept beside what
+ * follows from it (budgets), so that an override of max_cache_size gives the same as if it had been asked for at first: defaults
+ * that hang on max follow it. An override either holds for all layers or changes nothing.
+ */
+#include "engine/eviction_json.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define DEFAULT_MIN 512
+#define DEFAULT_SINKS 4
+#define DEFAULT_RECENT 128
+
+/* ---- defaults and limits ---- */
+
+dt_budget dt_eviction_complete(const dt_eviction_request *request) {
+    if (request->policy == NULL) {
+        return (dt_budget){0};
+    }
+    const int32_t max = request->max_cache_size;
+    return (dt_budget){
+        .policy = request->policy,
+        .max_cache_size = max,
+        .min_cache_size = request->min_cache_size >= 0 ? request->min_cache_size : DT_MIN(DEFAULT_MIN, max / 2),
+        .sink_tokens = request->sink_tokens >= 0 ? request->sink_tokens : DEFAULT_SINKS,
+        .recent_window = request->recent_window >= 0 ? request->recent_window : DT_MIN(DEFAULT_RECENT, max / 4),
+    };
+}
+
+bool dt_eviction_has_room(const dt_budget *budget) {
+    return budget->policy == NULL || (int64_t)budget->sink_tokens + budget->recent_window < budget->max_cache_size;
+}
+
+void dt_eviction_range(int32_t first, int32_t end, char out[32]) {
+    if (end - first == 1) {
+        snprintf(out, 32, "%d", first);
+    } else {
+        snprintf(out, 32, "%d-%d", first, end - 1);
+    }
+}
+
+/* ---- making and freeing ---- */
+
+dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, dt_eviction **out, dt_error *error) {
+    *out = NULL;
+    if (n_layers < 1) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "eviction settings need a model with at least one layer, not %d", n_layers);
+    }
+    const size_t name_bytes = strlen(kind) + strlen(name) + 2;
+    dt_eviction *eviction = calloc(1, sizeof *eviction);
+    if (eviction != NULL) {
+        eviction->n_layers = n_layers;
+        eviction->name = malloc(name_bytes);
+        eviction->requests = calloc((size_t)n_layers, sizeof *eviction->requests);
+        eviction->budgets = calloc((size_t)n_layers, sizeof *eviction->budgets);
+    }
+    if (eviction == NULL || eviction->name == NULL || eviction->requests == NULL || eviction->budgets == NULL) {
+        dt_eviction_free(eviction);
+        return dt_fail_memory(error, (size_t)n_layers * (sizeof(dt_budget) + sizeof(dt_eviction_request)), "eviction settings");
+    }
+    snprintf(eviction->name, name_bytes, "%s %s", kind, name);
+    *out = eviction;
+    return DT_OK;
+}
+
+void dt_eviction_free(dt_eviction *eviction) {
+    if (eviction != NULL) {
+        free(eviction->name);
+        free(eviction->requests);
+        free(eviction->budgets);
+        free(eviction);
+    }
+}
+
+/* ---- presets ---- */
+
+typedef struct preset {
+    const char *name;
+    const dt_policy *shallow_policy;
+    int32_t shallow_max;
+    const dt_policy *deep_policy;
+    int32_t deep_max, min;
+    int32_t least_deep; /* deep layers at least; otherwise the second half */
+} preset;
+
+static const preset presets[] = {
+    {"chat", &dt_policy_local_window, 2048, &dt_policy_importance_score, 4096, 512, 0},
+    {"docqa", &dt_policy_local_window, 4096, &dt_policy_importance_score, 8192, 1024, 8},
+    {"code", &dt_policy_local_window, 4096, &dt_policy_local_window, 4096, 1024, 0},
+    {"summary", &dt_policy_importance_score, 3072, &dt_policy_importance_score, 6144, 512, 0},
+};
+
+dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_eviction **out, dt_error *error) {
+    *out = NULL;
+    const preset *found = NULL;
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
+        if (strcmp(presets[i].name, name) == 0) {
+            found = &presets[i];
+        }
+    }
+    if (found == NULL) {
+        return dt_fail(error, DT_ERR_CONFIG, "there is no eviction preset \"%.64s\"; the presets are chat, docqa, code and summary",
+                       name);
+    }
+    const dt_status status = dt_eviction_new(n_layers, "preset", name, out, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    const int32_t n_shallow = DT_MAX(0, DT_MIN(n_layers / 2, n_layers - found->least_deep));
+    for (int32_t i = 0; i < n_layers; i++) {
+        const bool deep = i >= n_shallow;
+        (*out)->requests[i] = (dt_eviction_request){
+            .policy = deep ? found->deep_policy : found->shallow_policy,
+            .max_cache_size = deep ? found->deep_max : found->shallow_max,
+            .min_cache_size = found->min,
+            .sink_tokens = -1,
+            .recent_window = -1,
+        };
+        (*out)->budgets[i] = dt_eviction_complete(&(*out)->requests[i]);
+    }
+    return DT_OK;
+}
+
+/* ---- overrides ---- */
+
+static dt_status override_layer(int32_t layer, int32_t max, int32_t min, dt_eviction_request *request, dt_budget *budget,
+                                dt_error *error) {
+    if (max > 0) {
+        request->max_cache_size = max;
+        /* with min equal to max a round could free one token only, so equal is lowered too */
+        if (min < 0 && request->min_cache_size >= max) {
+            request->min_cache_size = -1;
+        }
+    }
+    if (min >= 0) {
+        request->min_cache_size = min;
+    }
+    *budget = dt_eviction_complete(request);
+    if (budget->min_cache_size > budget->max_cache_size) {
+        return dt_fail(
+            error, DT_ERR_CONFIG,
+            "--min-cache-size %d is above the max_cache_size %d of layer %d; give a smaller one, or a larger --max-cache-size",
+            budget->min_cache_size, budget->max_cache_size, layer);
+    }
+    if (!dt_eviction_has_room(budget)) {
+        return dt_fail(
+            error, DT_ERR_CONFIG,
+            "--max-cache-size %d leaves no room in layer %d: it must be above its sink_tokens %d + recent_window %d = %" PRId64,
+            budget->max_cache_size, layer, budget->sink_tokens, budget->recent_window,
+            (int64_t)budget->sink_tokens + budget->recent_window);
+    }
+    return DT_OK;
+}
+
+/* One log line per run of layers whose configured min_cache_size was lowered. */
+static void log_lowered(const dt_eviction *eviction, const dt_eviction_request *requests, const dt_budget *budgets) {
+    for (int32_t i = 0, next; i < eviction->n_layers; i = next) {
+        const int32_t before = eviction->requests[i].min_cache_size;
+        next = i + 1;
+        if (budgets[i].policy == NULL || requests[i].min_cache_size >= 0 || before < 0) {
+            continue;
+        }
+        while (next < eviction->n_layers && budgets[next].policy != NULL && requests[next].min_cache_size < 0 &&
+               eviction->requests[next].min_cache_size == before) {
+            next++;
+        }
+        char range[32];
+        dt_eviction_range(i, next, range);
+        dt_log(DT_LOG_INFO, "TLC: max_cache_size %d lowers the min_cache_size of layers %s from %d to %d",
+               budgets[i].max_cache_size, range, before, budgets[i].min_cache_size);
+    }
+}
+
+dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error) {
+    if (max_cache_size < 0 || min_cache_size < -1) {
+        return dt_fail(error, DT_ERR_CONFIG, "%s must not be negative, but is %d",
+                       max_cache_size < 0 ? "--max-cache-size" : "--min-cache-size",
+                       max_cache_size < 0 ? max_cache_size : min_cache_size);
+    }
+    const size_t n = (size_t)eviction->n_layers;
+    dt_eviction_request *requests = malloc(n * sizeof *requests);
+    dt_budget *budgets = calloc(n, sizeof *budgets);
+    dt_status status = DT_OK;
+    if (requests == NULL || budgets == NULL) {
+        status = dt_fail_memory(error, n * (sizeof *requests + sizeof *budgets), "eviction settings");
+    } else {
+        memcpy(requests, eviction->requests, n * sizeof *requests);
+    }
+    for (int32_t i = 0; i < eviction->n_layers && status == DT_OK; i++) {
+        if (requests[i].policy != NULL) {
+            status = override_layer(i, max_cache_size, min_cache_size, &requests[i], &budgets[i], error);
+        }
+    }
+    if (status != DT_OK) {
+        free(requests);
+        free(budgets);
+        return status;
+    }
+    log_lowered(eviction, requests, budgets);
+    if (min_cache_size == 0) {
+        dt_log(DT_LOG_WARN,
+               "TLC: --min-cache-size 0: nothing keeps later budgets from emptying a layer but its sinks and recent window");
+    }
+    free(eviction->requests);
+    free(eviction->budgets);
+    eviction->requests = requests;
+    eviction->budgets = budgets;
+    return DT_OK;
+}
+
+/* ---- telling ---- */
+
+static bool same_budget(const dt_budget *a, const dt_budget *b) {
+    return a->policy == b->policy && a->max_cache_size == b->max_cache_size && a->min_cache_size == b->min_cache_size &&
+           a->sink_tokens == b->sink_tokens && a->recent_window == b->recent_window;
+}
+
+/* First layer after the run of equal layers that begins at `first`. */
+static int32_t run_end(const dt_eviction *eviction, int32_t first) {
+    int32_t end = first + 1;
+    while (end < eviction->n_layers && same_budget(&eviction->budgets[first], &eviction->budgets[end])) {
+        end++;
+    }
+    return end;
+}
+
+static int describe_run(const dt_budget *b, const char *range, int width, char *out, size_t capacity) {
+    if (b->policy == NULL) {
+        return snprintf(out, capacity, "TLC: layers %-*s  %-16s  keeps everything\n", width, range, "none");
+    }
+    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %d  min %d  sinks %d  recent %d  slots 0\n", width, range,
+                    b->policy->name, b->max_cache_size, b->min_cache_size, b->sink_tokens, b->recent_window);
+}
+
+dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {
+    *out = NULL;
+    char range[32];
+    int32_t n_runs = 0;
+    int width = 5;
+    for (int32_t i = 0, end; i < eviction->n_layers; i = end, n_runs++) {
+        end = run_end(eviction, i);
+        dt_eviction_range(i, end, range);
+        width = DT_MAX(width, (int)strlen(range));
+    }
+    const size_t line_bytes = 192, bytes = (size_t)n_runs * line_bytes;
+    char *text = malloc(bytes);
+    if (text == NULL) {
+        return dt_fail_memory(error, bytes, "the eviction settings' text");
+    }
+    size_t length = 0;
+    for (int32_t i = 0, end; i < eviction->n_layers; i = end) {
+        end = run_end(eviction, i);
+        dt_eviction_range(i, end, range);
+        length += (size_t)describe_run(&eviction->budgets[i], range, width, text + length, bytes - length);
+    }
+    text[length - 1] = '\0'; /* lines are joined by newlines, not ended by them */
+    *out = text;
+    return DT_OK;
+}
+
+const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer) { return &eviction->budgets[layer]; }
+
+const char *dt_eviction_name(const dt_eviction *eviction) { return eviction->name; }
+
+/* ---- the public functions ---- */
+
+dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name, dt_eviction **out, dt_error *error) {
+    return dt_eviction_config_preset(dt_model_get_info(model)->n_layers, preset_name, out, error);
+}
+
+dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error) {
+    return dt_eviction_config_file(dt_model_get_info(model)->n_layers, path, out, error);
+}

@@ -1,0 +1,35 @@
+/*
+ * Eviction settings: which policy and which sizes each layer has, from a preset or a JSON file, with overrides.
+ *
+ * Functions here know a model only by its number of layers, so that they can be tested without one; the public functions of
+ * deeptutor.h wrap them. Invariant of a dt_eviction: every layer's budget is complete (defaults filled in) and possible:
+ * 0 <= min <= max and sinks + recent < max, or policy NULL.
+ */
+#ifndef DT_EVICTION_CONFIG_H
+#define DT_EVICTION_CONFIG_H
+
+#include "policy/policy.h"
+
+/* What was asked for a layer, before defaults; -1 = not given. */
+typedef struct dt_eviction_request {
+    const dt_policy *policy; /* NULL: keeps everything */
+    int32_t max_cache_size, min_cache_size, sink_tokens, recent_window;
+} dt_eviction_request;
+
+struct dt_eviction {
+    int32_t n_layers;
+    char *name;                    /* for the log: "preset docqa", "config eviction.json" */
+    dt_eviction_request *requests; /* [n_layers] */
+    dt_budget *budgets;            /* [n_layers] */
+};
+
+dt_status dt_eviction_config_preset(int32_t n_layers, const char *preset, dt_eviction **out, dt_error *error);
+dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_eviction **out, dt_error *error);
+/* text[n_bytes] as if read from the file `path`. */
+dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
+                                  dt_error *error);
+const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer);
+/* The name for the first line of the log. */
+const char *dt_eviction_name(const dt_eviction *eviction);
+
+#endif

@@ -1,0 +1,510 @@
+/*
+ * Reads an eviction config (JSON, docs/eviction-config.md) and says about every mistake in it where it is and what would be right.
+ *
+ * jansson gives lines only for syntax errors. For all others the line is found by counting: objects keep the order of the file, so
+ * the k-th key of the parsed object is the k-th key in the text, however it is written there.
+ * Invariants: nothing that the file says is ignored in silence; whole numbers only, range-checked; nothing depends on the locale.
+ */
+#include "engine/eviction_json.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_FILE_BYTES ((size_t)1 << 20)
+
+enum { POLICY, MAX_SIZE, MIN_SIZE, SINKS, RECENT, SLOTS, SCORE, LANES, N_FIELDS };
+static const char *const field_names[N_FIELDS] = {
+    "policy", "max_cache_size", "min_cache_size", "sink_tokens", "recent_window", "memory_slots", "score", "lanes",
+};
+static const char *const policy_names[] = {"local_window", "importance_score", "none"};
+
+typedef struct reader {
+    const char *path; /* as shown */
+    const char *text;
+    size_t n_bytes;
+    dt_eviction *eviction;
+    int32_t *owner; /* [n_layers] which key set the layer, counted from 0; -1 = none yet */
+    int32_t key;    /* that is being read, counted from 0 */
+    char key_text[80];
+    int32_t first, end; /* its layers, [first, end) */
+    dt_error *error;
+} reader;
+
+/* ---- where and what ---- */
+
+/* Line of the key number `key` of the outermost object, or of the field number `field` (-1: none) in that key's object. The text is
+ * known to be valid JSON. */
+static int line_of(const reader *r, int32_t key, int32_t field) {
+    int line = 1, depth = 0;
+    int32_t keys = -1, fields = -1;
+    for (size_t i = 0; i < r->n_bytes; i++) {
+        const char c = r->text[i];
+        line += c == '\n';
+        depth += (c == '{' || c == '[') - (c == '}' || c == ']');
+        if (c != '"') {
+            continue;
+        }
+        for (i++; i < r->n_bytes && r->text[i] != '"'; i++) {
+            i += r->text[i] == '\\';
+        }
+        size_t after = i + 1;
+        while (after < r->n_bytes && strchr(" \t\r\n", r->text[after]) != NULL) {
+            after++;
+        }
+        if (after < r->n_bytes && r->text[after] == ':') {
+            keys += depth == 1;
+            fields += depth == 2 && keys == key;
+            if (keys == key && field < 0 && depth == 1) {
+                return line;
+            }
+            if (keys == key && fields == field && depth == 2) {
+                return line;
+            }
+        }
+    }
+    return line;
+}
+
+/* Text of the file as it may stand in a message: no control characters, cut where it is long. */
+static void show(const char *text, char *out, size_t capacity) {
+    size_t n = strlen(text);
+    const bool cut = n >= capacity;
+    if (cut) {
+        n = capacity - 4;
+        while (n > 0 && ((unsigned char)text[n] & 0xC0) == 0x80) { /* not in the middle of a UTF-8 character */
+            n--;
+        }
+    }
+    for (size_t i = 0; i < n; i++) {
+        out[i] = (unsigned char)text[i] < 0x20 || text[i] == 0x7F ? '?' : text[i];
+    }
+    memcpy(out + n, cut ? "..." : "", cut ? 4 : 1);
+}
+
+/* "path:line: "key": what", or with a field "path:line: "key", "field": what". field: its number in the key's object, -1 = none. */
+static dt_status fail_at(const reader *r, int32_t field, const char *field_name, const char *format, ...) DT_PRINTF(4, 5);
+static dt_status fail_at(const reader *r, int32_t field, const char *field_name, const char *format, ...) {
+    char what[512], shown[80];
+    va_list arguments;
+    va_start(arguments, format);
+    dt_format_line(what, sizeof what, format, arguments);
+    va_end(arguments);
+    const int line = line_of(r, r->key, field);
+    if (field < 0) {
+        return dt_fail(r->error, DT_ERR_CONFIG, "%s:%d: \"%s\": %s", r->path, line, r->key_text, what);
+    }
+    show(field_name, shown, sizeof shown);
+    return dt_fail(r->error, DT_ERR_CONFIG, "%s:%d: \"%s\", \"%s\": %s", r->path, line, r->key_text, shown, what);
+}
+
+static void warn_at(const reader *r, int32_t field, const char *format, ...) DT_PRINTF(3, 4);
+static void warn_at(const reader *r, int32_t field, const char *format, ...) {
+    char what[512];
+    va_list arguments;
+    va_start(arguments, format);
+    dt_format_line(what, sizeof what, format, arguments);
+    va_end(arguments);
+    dt_log(DT_LOG_WARN, "%s:%d: \"%s\": %s", r->path, line_of(r, r->key, field), r->key_text, what);
+}
+
+static const char *type_name(const json_t *value) {
+    switch (json_typeof(value)) {
+    case JSON_OBJECT:
+        return "an object";
+    case JSON_ARRAY:
+        return "a list";
+    case JSON_STRING:
+        return "a string";
+    case JSON_INTEGER:
+        return "a whole number";
+    case JSON_REAL:
+        return "a number with a decimal point or exponent";
+    case JSON_TRUE:
+    case JSON_FALSE:
+        return "true or false";
+    case JSON_NULL:
+        return "null";
+    }
+    return "of an unknown type";
+}
+
+/* Letters to insert, delete or replace to make one of the other; names longer than 31 count as far away. */
+static size_t edit_distance(const char *a, const char *b) {
+    const size_t n = strlen(a), m = strlen(b);
+    if (n > 31 || m > 31) {
+        return SIZE_MAX;
+    }
+    size_t row[32];
+    for (size_t j = 0; j <= m; j++) {
+        row[j] = j;
+    }
+    for (size_t i = 1; i <= n; i++) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= m; j++) {
+            const size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = DT_MIN(replaced, DT_MIN(row[j], row[j - 1]) + 1);
+        }
+    }
+    return row[m];
+}
+
+/* The name that was probably meant, or NULL: one with few letters different, else the one that begins most alike. */
+static const char *nearest(const char *name, const char *const *names, size_t n) {
+    const char *closest = NULL, *alike = NULL;
+    size_t least = 4, longest = 3;
+    for (size_t i = 0; i < n; i++) {
+        const size_t distance = edit_distance(name, names[i]);
+        size_t same = 0;
+        while (name[same] != '\0' && name[same] == names[i][same]) {
+            same++;
+        }
+        if (distance < least && distance < strlen(names[i]) / 2 + 1) {
+            least = distance;
+            closest = names[i];
+        }
+        if (same > longest) {
+            longest = same;
+            alike = names[i];
+        }
+    }
+    return closest != NULL ? closest : alike;
+}
+
+/* ---- fields ---- */
+
+static dt_status read_number(const reader *r, int32_t field, const char *name, const json_t *value, int32_t least, int32_t *out) {
+    if (!json_is_integer(value)) {
+        return fail_at(r, field, name, "must be a whole number such as 512, but is %s", type_name(value));
+    }
+    const json_int_t number = json_integer_value(value);
+    if (number < least || number > INT32_MAX) {
+        return fail_at(r, field, name, "must be between %" PRId32 " and %" PRId32 ", but is %" JSON_INTEGER_FORMAT, least,
+                       INT32_MAX, number);
+    }
+    *out = (int32_t)number;
+    return DT_OK;
+}
+
+static dt_status read_policy(const reader *r, int32_t field, const json_t *value, const dt_policy **out) {
+    const size_t n = sizeof policy_names / sizeof policy_names[0];
+    if (!json_is_string(value)) {
+        return fail_at(r, field, "policy", "must be \"local_window\", \"importance_score\" or \"none\", but is %s",
+                       type_name(value));
+    }
+    const char *name = json_string_value(value);
+    *out = dt_policy_find(name);
+    if (*out == NULL && strcmp(name, "none") != 0) {
+        char shown[80];
+        show(name, shown, sizeof shown);
+        const char *meant = nearest(name, policy_names, n);
+        if (meant != NULL) {
+            return fail_at(r, field, "policy", "there is no policy \"%s\"; did you mean \"%s\"?", shown, meant);
+        }
+        return fail_at(r, field, "policy", "there is no policy \"%s\"; the policies are local_window, importance_score and none",
+                       shown);
+    }
+    return DT_OK;
+}
+
+static dt_status read_field(const reader *r, int32_t field, const char *name, const json_t *value, int32_t at[N_FIELDS],
+                            dt_eviction_request *request) {
+    int32_t which = 0, n_slots = 0;
+    while (which < N_FIELDS && strcmp(field_names[which], name) != 0) {
+        which++;
+    }
+    if (which < N_FIELDS) {
+        at[which] = field;
+    }
+    dt_status status = DT_OK;
+    switch (which) {
+    case POLICY:
+        return read_policy(r, field, value, &request->policy);
+    case MAX_SIZE:
+        return read_number(r, field, name, value, 1, &request->max_cache_size);
+    case MIN_SIZE:
+        return read_number(r, field, name, value, 0, &request->min_cache_size);
+    case SINKS:
+        return read_number(r, field, name, value, 0, &request->sink_tokens);
+    case RECENT:
+        return read_number(r, field, name, value, 0, &request->recent_window);
+    case SLOTS:
+        status = read_number(r, field, name, value, 0, &n_slots);
+        if (status == DT_OK && n_slots > 0) {
+            return fail_at(r, field, name, "memory slots are not supported by this version; give 0 or leave the field out");
+        }
+        return status;
+    case SCORE:
+    case LANES:
+        return fail_at(r, field, name, "is not supported by this version; leave the field out");
+    default:
+        break;
+    }
+    const char *meant = nearest(name, field_names, N_FIELDS);
+    if (meant != NULL) {
+        return fail_at(r, field, name, "is not a field; did you mean \"%s\"?", meant);
+    }
+    return fail_at(
+        r, field, name,
+        "is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, recent_window and memory_slots");
+}
+
+/* What the fields of one key say together. at: their numbers, -1 = not given. */
+static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], const dt_eviction_request *request) {
+    if (at[POLICY] < 0) {
+        return fail_at(r, -1, NULL, "\"policy\" is missing; give \"local_window\", \"importance_score\" or \"none\"");
+    }
+    if (request->policy == NULL) {
+        for (int32_t i = MAX_SIZE; i <= RECENT; i++) {
+            if (at[i] >= 0) {
+                warn_at(r, at[i], "policy none keeps everything, so %s has no effect", field_names[i]);
+            }
+        }
+        return DT_OK;
+    }
+    if (at[MAX_SIZE] < 0) {
+        return fail_at(r, -1, NULL, "\"max_cache_size\" is missing; policy %s needs it, for example \"max_cache_size\": 4096",
+                       request->policy->name);
+    }
+    const dt_budget budget = dt_eviction_complete(request);
+    if (budget.min_cache_size > budget.max_cache_size) {
+        return fail_at(r, at[MIN_SIZE], field_names[MIN_SIZE], "%d is above max_cache_size %d; give at most that",
+                       budget.min_cache_size, budget.max_cache_size);
+    }
+    if (!dt_eviction_has_room(&budget)) {
+        return fail_at(r, at[MAX_SIZE], field_names[MAX_SIZE],
+                       "%d leaves no room: it must be above sink_tokens %d + recent_window %d = %" PRId64, budget.max_cache_size,
+                       budget.sink_tokens, budget.recent_window, (int64_t)budget.sink_tokens + budget.recent_window);
+    }
+    if (request->min_cache_size == 0) {
+        warn_at(r, at[MIN_SIZE],
+                "min_cache_size 0: nothing keeps later budgets from emptying these layers but sinks and recent window");
+    }
+    return DT_OK;
+}
+
+/* ---- keys ---- */
+
+/* A decimal number with an optional minus; far beyond any model's layers it stays there. Returns NULL when there is none. */
+static const char *parse_layer(const char *text, int64_t *out) {
+    const bool negative = *text == '-';
+    text += negative;
+    if (*text < '0' || *text > '9') {
+        return NULL;
+    }
+    int64_t value = 0;
+    for (; *text >= '0' && *text <= '9'; text++) {
+        value = DT_MIN(value * 10 + (*text - '0'), INT32_MAX);
+    }
+    *out = negative ? -value : value;
+    return text;
+}
+
+/* "7", "0-15", "16-", "-8--1": first and last layer as written; open: "to the last layer". */
+static bool parse_range(const char *text, int64_t *first, int64_t *last, bool *open) {
+    text = parse_layer(text, first);
+    *last = *first;
+    *open = false;
+    if (text == NULL || *text == '\0') {
+        return text != NULL;
+    }
+    if (*text != '-') {
+        return false;
+    }
+    *open = text[1] == '\0';
+    if (*open) {
+        return true;
+    }
+    text = parse_layer(text + 1, last);
+    return text != NULL && *text == '\0';
+}
+
+static dt_status read_key(reader *r, const char *key) {
+    const int32_t n = r->eviction->n_layers;
+    int64_t first = 0, last = 0;
+    bool open = false;
+    if (strcmp(key, "budget") == 0 || strcmp(key, "total_cache_size") == 0 || strcmp(key, "layers") == 0) {
+        return fail_at(
+            r, -1, NULL,
+            "a budget shared by all layers is not supported by this version; give every range of layers its own max_cache_size");
+    }
+    if (!parse_range(key, &first, &last, &open)) {
+        return fail_at(
+            r, -1, NULL,
+            "does not name layers; right are \"7\", \"0-15\", \"16-\" (to the last layer) and \"-8--1\" (the last eight)");
+    }
+    first += first < 0 ? n : 0;
+    last = open ? n - 1 : last + (last < 0 ? n : 0);
+    if (first >= n || last < 0) {
+        return fail_at(r, -1, NULL, "lies wholly outside the model, whose %d layers are 0 to %d", n, n - 1);
+    }
+    if (first > last) {
+        return fail_at(r, -1, NULL, "runs backwards; write the lower layer first");
+    }
+    r->first = (int32_t)DT_MAX(first, 0);
+    r->end = (int32_t)DT_MIN(last, n - 1) + 1;
+    if (first < 0 || last >= n) {
+        char range[32];
+        dt_eviction_range(r->first, r->end, range);
+        warn_at(r, -1, "the model has only the layers 0 to %d, so this sets layers %s", n - 1, range);
+    }
+    for (int32_t layer = r->first; layer < r->end; layer++) {
+        if (r->owner[layer] >= 0) {
+            return fail_at(r, -1, NULL, "sets layer %d, which the key on line %d sets too; every layer may be set only once", layer,
+                           line_of(r, r->owner[layer], -1));
+        }
+        r->owner[layer] = r->key;
+    }
+    return DT_OK;
+}
+
+static dt_status read_entry(reader *r, const char *key, json_t *value) {
+    show(key, r->key_text, sizeof r->key_text);
+    dt_status status = read_key(r, key);
+    if (status != DT_OK) {
+        return status;
+    }
+    if (!json_is_object(value)) {
+        return fail_at(r, -1, NULL, "must be an object such as {\"policy\": \"local_window\", \"max_cache_size\": 4096}, but is %s",
+                       type_name(value));
+    }
+    dt_eviction_request request = {.max_cache_size = -1, .min_cache_size = -1, .sink_tokens = -1, .recent_window = -1};
+    int32_t at[N_FIELDS], field = 0;
+    for (int32_t i = 0; i < N_FIELDS; i++) {
+        at[i] = -1;
+    }
+    const char *name;
+    json_t *field_value;
+    json_object_foreach(value, name, field_value) {
+        status = read_field(r, field++, name, field_value, at, &request);
+        if (status != DT_OK) {
+            return status;
+        }
+    }
+    status = check_request(r, at, &request);
+    for (int32_t layer = r->first; layer < r->end && status == DT_OK; layer++) {
+        r->eviction->requests[layer] = request;
+        r->eviction->budgets[layer] = dt_eviction_complete(&request);
+    }
+    return status;
+}
+
+static void log_unnamed(const reader *r) {
+    char list[512] = "";
+    size_t length = 0;
+    for (int32_t layer = 0, end; layer < r->eviction->n_layers; layer = end) {
+        end = layer + 1;
+        if (r->owner[layer] >= 0) {
+            continue;
+        }
+        while (end < r->eviction->n_layers && r->owner[end] < 0) {
+            end++;
+        }
+        char range[32];
+        dt_eviction_range(layer, end, range);
+        const size_t more = strlen(range) + 2;
+        if (length + more + sizeof ", ..." > sizeof list) {
+            memcpy(list + length, ", ...", sizeof ", ...");
+            break;
+        }
+        length += (size_t)snprintf(list + length, sizeof list - length, "%s%s", length == 0 ? "" : ", ", range);
+    }
+    if (list[0] != '\0') {
+        dt_log(DT_LOG_INFO, "TLC: %s does not name layers %s: they keep everything", r->path, list);
+    }
+}
+
+/* ---- the file ---- */
+
+static dt_status read_root(reader *r, json_t *root) {
+    if (!json_is_object(root)) {
+        return dt_fail(
+            r->error, DT_ERR_CONFIG,
+            "%s:1: must be an object such as {\"0-15\": {\"policy\": \"local_window\", \"max_cache_size\": 4096}}, but is %s",
+            r->path, type_name(root));
+    }
+    const char *key;
+    json_t *value;
+    json_object_foreach(root, key, value) {
+        const dt_status status = read_entry(r, key, value);
+        if (status != DT_OK) {
+            return status;
+        }
+        r->key++;
+    }
+    log_unnamed(r);
+    return DT_OK;
+}
+
+/* The path as it stands in messages: a very long one would leave no room for the sentence. */
+static const char *shown_path(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return strlen(path) > 300 && slash != NULL ? slash + 1 : path;
+}
+
+dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
+                                  dt_error *error) {
+    *out = NULL;
+    reader r = {.path = shown_path(path), .text = text, .n_bytes = n_bytes, .error = error};
+    if (n_bytes >= 3 && memcmp(text, "\xEF\xBB\xBF", 3) == 0) { /* a byte order mark, as some editors write */
+        r.text += 3;
+        r.n_bytes -= 3;
+    }
+    json_error_t json_error;
+    json_t *root = json_loadb(r.text, r.n_bytes, JSON_REJECT_DUPLICATES, &json_error);
+    if (root == NULL) {
+        char shown[JSON_ERROR_TEXT_LENGTH];
+        show(json_error.text, shown, sizeof shown);
+        return dt_fail(error, DT_ERR_CONFIG,
+                       "%s:%d: not valid JSON: %s; right is an object such as {\"0-15\": {\"policy\": \"local_window\", "
+                       "\"max_cache_size\": 4096}}",
+                       r.path, DT_MAX(json_error.line, 1), shown);
+    }
+    dt_status status = dt_eviction_new(n_layers, "config", path, &r.eviction, error);
+    if (status == DT_OK) {
+        r.owner = malloc((size_t)n_layers * sizeof *r.owner);
+        status = r.owner == NULL ? dt_fail_memory(error, (size_t)n_layers * sizeof *r.owner, "eviction settings") : DT_OK;
+    }
+    for (int32_t i = 0; i < n_layers && status == DT_OK; i++) {
+        r.owner[i] = -1;
+    }
+    if (status == DT_OK) {
+        status = read_root(&r, root);
+    }
+    json_decref(root);
+    free(r.owner);
+    if (status != DT_OK) {
+        dt_eviction_free(r.eviction);
+        return status;
+    }
+    *out = r.eviction;
+    return DT_OK;
+}
+
+dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_eviction **out, dt_error *error) {
+    *out = NULL;
+    char *text = malloc(MAX_FILE_BYTES + 1);
+    if (text == NULL) {
+        return dt_fail_memory(error, MAX_FILE_BYTES + 1, "the eviction config");
+    }
+    FILE *file = fopen(path, "rb");
+    const size_t n_bytes = file == NULL ? 0 : fread(text, 1, MAX_FILE_BYTES + 1, file);
+    dt_status status = DT_OK;
+    if (file == NULL || ferror(file)) {
+        status = dt_fail(error, DT_ERR_IO, "%s: the eviction config can't be read: %s", shown_path(path), strerror(errno));
+    } else if (n_bytes > MAX_FILE_BYTES) {
+        status = dt_fail(error, DT_ERR_CONFIG, "%s: larger than 1 MiB, so hardly an eviction config", shown_path(path));
+    } else {
+        status = dt_eviction_config_text(n_layers, path, text, n_bytes, out, error);
+    }
+    if (file != NULL) {
+        fclose(file);
+    }
+    free(text);
+    return status;
+}

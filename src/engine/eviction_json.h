@@ -1,0 +1,18 @@
+/*
+ * What eviction_json.c (reads the file) needs of eviction_config.c (knows the rules).
+ */
+#ifndef DT_EVICTION_JSON_H
+#define DT_EVICTION_JSON_H
+
+#include "engine/eviction_config.h"
+
+/* All layers keep everything. The name shown is "kind name". */
+dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, dt_eviction **out, dt_error *error);
+/* The request with defaults filled in; its max_cache_size must be given unless the policy is NULL. */
+dt_budget dt_eviction_complete(const dt_eviction_request *request);
+/* False when sinks and recent window alone fill max_cache_size. */
+bool dt_eviction_has_room(const dt_budget *budget);
+/* "7" or "0-15" for the layers [first, end). */
+void dt_eviction_range(int32_t first, int32_t end, char out[32]);
+
+#endif

@@ -1,0 +1,651 @@
+/*
+ * Storage of the KV cache: lanes of reference-counted blocks that are appended to, dropped from, cut, and shared.
+ *
+ * Owns every byte of the cache, all of it from one dt_memory. Refuses to know why entries go: it is told their indices.
+ * Invariants: a block with more than one reference is never written; every operation first gets all the memory it needs (which
+ * changes nothing that a reader can see) and only then changes content, so a failure leaves the cache as it was; blocks come
+ * zeroed and are reused only for the same format, so every number in them is finite; committed entries have no order, a hole is
+ * filled from the committed tail, uncommitted entries stay last and in order.
+ */
+#include "kv/kv_internal.h"
+
+#include <string.h>
+
+/* ---- blocks ---- */
+
+static size_t block_bytes(const dt_kv_layer_state *layer) { return sizeof(dt_kv_block_head) + layer->params.format.block_bytes; }
+
+static bool same_format(const dt_kv_format *a, const dt_kv_format *b) {
+    return a->type_k == b->type_k && a->type_v == b->type_v && a->dim_k == b->dim_k && a->dim_v == b->dim_v &&
+           a->block_tokens == b->block_tokens;
+}
+
+static void *block_new(dt_kv *kv, const dt_kv_layer_state *layer) {
+    void *block = NULL;
+    if (kv->spare != NULL && same_format(&kv->layers[kv->spare_layer].params.format, &layer->params.format)) {
+        block = kv->spare;
+        kv->spare = NULL;
+    } else {
+        char *memory = dt_memory_alloc_zero(kv->memory, block_bytes(layer));
+        block = memory == NULL ? NULL : memory + sizeof(dt_kv_block_head);
+    }
+    if (block != NULL) {
+        atomic_store(&dt_kv_head(block)->references, 1);
+    }
+    return block;
+}
+
+static void block_release(dt_kv *kv, const dt_kv_layer_state *layer, void *block) {
+    if (atomic_fetch_sub(&dt_kv_head(block)->references, 1) > 1) {
+        return;
+    }
+    if (kv->spare == NULL) {
+        kv->spare = block;
+        kv->spare_layer = (int32_t)(layer - kv->layers);
+    } else {
+        dt_memory_free(kv->memory, dt_kv_head(block), block_bytes(layer));
+    }
+}
+
+static void spare_free(dt_kv *kv) {
+    if (kv->spare != NULL) {
+        dt_memory_free(kv->memory, dt_kv_head(kv->spare), block_bytes(&kv->layers[kv->spare_layer]));
+        kv->spare = NULL;
+    }
+}
+
+/* Makes the block that holds `entry` this cache's own, so that it may be written. */
+static bool block_own(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t entry) {
+    dt_kv_span *span = &lane->spans[entry / layer->params.format.block_tokens];
+    if (atomic_load(&dt_kv_head(span->block)->references) == 1) {
+        return true;
+    }
+    void *copy = block_new(kv, layer);
+    if (copy == NULL) {
+        return false;
+    }
+    memcpy(copy, span->block, layer->params.format.block_bytes);
+    block_release(kv, layer, span->block);
+    span->block = copy;
+    return true;
+}
+
+/* ---- a lane's arrays ---- */
+
+int32_t dt_kv_capacity_blocks(int32_t n) {
+    int32_t step = 1;
+    while (step <= n / 16) {
+        step *= 2;
+    }
+    return n > INT32_MAX - step ? n : DT_ROUND_UP(n, step);
+}
+
+static size_t row_floats(const dt_kv_layer_state *layer, int32_t capacity_blocks) {
+    return (size_t)capacity_blocks * (size_t)layer->params.format.block_tokens;
+}
+
+size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias) {
+    const size_t n_rows = (layer->has_mass ? 3u : 0u) + (has_bias ? 1u : 0u);
+    return DT_ROUND_UP((size_t)capacity_blocks * sizeof(dt_kv_span), (size_t)64) +
+           n_rows * row_floats(layer, capacity_blocks) * sizeof(float);
+}
+
+static void lane_free_arrays(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane) {
+    dt_memory_free(kv->memory, lane->arrays, dt_kv_array_bytes(layer, lane->capacity_blocks, lane->bias != NULL));
+    *lane = (dt_kv_lane_state){0};
+}
+
+/* Gives the lane's arrays another capacity, or a row of biases; content is kept. capacity_blocks >= n_spans, > 0. */
+static bool lane_resize(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t capacity_blocks, bool has_bias) {
+    char *arrays = dt_memory_alloc_zero(kv->memory, dt_kv_array_bytes(layer, capacity_blocks, has_bias));
+    if (arrays == NULL) {
+        return false;
+    }
+    dt_kv_lane_state next = *lane;
+    next.arrays = arrays;
+    next.capacity_blocks = capacity_blocks;
+    next.spans = (dt_kv_span *)arrays;
+    float *row = (float *)(arrays + DT_ROUND_UP((size_t)capacity_blocks * sizeof(dt_kv_span), (size_t)64));
+    const size_t stride = row_floats(layer, capacity_blocks), row_bytes = (size_t)lane->n_entries * sizeof(float);
+    if (layer->has_mass) {
+        next.recent_mass = row;
+        next.total_mass = row + stride;
+        next.value_norm = row + 2 * stride;
+        row += 3 * stride;
+    }
+    next.bias = has_bias ? row : NULL;
+    if (row_bytes > 0) {
+        if (layer->has_mass) {
+            memcpy(next.recent_mass, lane->recent_mass, row_bytes);
+            memcpy(next.total_mass, lane->total_mass, row_bytes);
+            memcpy(next.value_norm, lane->value_norm, row_bytes);
+        }
+        if (lane->bias != NULL) {
+            memcpy(next.bias, lane->bias, row_bytes);
+        }
+    }
+    for (int32_t i = 0; i < lane->n_spans; i++) {
+        next.spans[i] = lane->spans[i];
+        next.spans[i].bias = next.bias == NULL ? NULL : next.bias + (size_t)i * (size_t)layer->params.format.block_tokens;
+    }
+    dt_memory_free(kv->memory, lane->arrays, dt_kv_array_bytes(layer, lane->capacity_blocks, lane->bias != NULL));
+    *lane = next;
+    return true;
+}
+
+/* ---- moving and cutting entries ---- */
+
+/* Copies a key that lies interleaved with its 16 neighbours: `count` pieces of `piece` bytes, one group row apart. */
+static void key_copy(char *to, const char *from, int32_t count, size_t piece) {
+    for (int32_t i = 0; i < count; i++) {
+        memcpy(to + (size_t)i * DT_KV_GROUP * piece, from + (size_t)i * DT_KV_GROUP * piece, piece);
+    }
+}
+
+/* Entry `from` overwrites entry `to`, whose block must be this cache's own. */
+static void entry_move(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t to, int32_t from) {
+    const dt_kv_format *f = &layer->params.format;
+    void *to_block = lane->spans[to / f->block_tokens].block, *from_block = lane->spans[from / f->block_tokens].block;
+    const int32_t t = to % f->block_tokens, s = from % f->block_tokens;
+    char *to_key = (char *)to_block + dt_kv_key_offset(f, t, 0);
+    const char *from_key = (const char *)from_block + dt_kv_key_offset(f, s, 0);
+    if (f->type_k == DT_KV_F16) {
+        key_copy(to_key, from_key, f->dim_k, 2);
+    } else {
+        key_copy(to_key, from_key, f->dim_k_padded / 4, 4);
+        dt_kv_k_scale(f, to_block)[t] = dt_kv_k_scale(f, from_block)[s];
+    }
+    const size_t row = dt_kv_value_row_bytes(f);
+    memcpy((char *)to_block + f->v_offset + (size_t)t * row, (const char *)from_block + f->v_offset + (size_t)s * row, row);
+    if (f->type_v == DT_KV_INT8) {
+        dt_kv_v_scale(f, to_block)[t] = dt_kv_v_scale(f, from_block)[s];
+    }
+    dt_kv_position(f, to_block)[t] = dt_kv_position(f, from_block)[s];
+    if (layer->has_mass) {
+        lane->recent_mass[to] = lane->recent_mass[from];
+        lane->total_mass[to] = lane->total_mass[from];
+        lane->value_norm[to] = lane->value_norm[from];
+    }
+    if (lane->bias != NULL) {
+        lane->bias[to] = lane->bias[from];
+    }
+}
+
+/* Keeps the first n_entries and releases the blocks behind them. */
+static void lane_cut(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t n_entries) {
+    const dt_kv_format *f = &layer->params.format;
+    const int32_t n_spans = dt_kv_blocks(f, n_entries);
+    while (lane->n_spans > n_spans) {
+        block_release(kv, layer, lane->spans[--lane->n_spans].block);
+    }
+    if (n_spans > 0) {
+        lane->spans[n_spans - 1].n = n_entries - (n_spans - 1) * f->block_tokens;
+    }
+    lane->n_entries = n_entries;
+}
+
+/* After a deep cut: arrays more than twice as large as needed are made smaller; where memory for that is lacking they stay. */
+static void lane_shrink(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane) {
+    const int32_t wanted = dt_kv_capacity_blocks(DT_MAX(lane->n_spans, 1));
+    if (lane->capacity_blocks > 2 * wanted) {
+        (void)lane_resize(kv, layer, lane, wanted, lane->bias != NULL);
+    }
+}
+
+/* Makes every block own that removing victims[n] of the first n_committed entries, with n_behind entries after them, writes to. */
+static bool remove_prepare(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t n_committed, int32_t n_behind,
+                           const int32_t *victims, int32_t n) {
+    for (int32_t i = 0; i < n && victims[i] < n_committed - n; i++) {
+        if (!block_own(kv, layer, lane, victims[i])) {
+            return false;
+        }
+    }
+    for (int32_t i = 0; n > 0 && i < n_behind; i++) {
+        if (!block_own(kv, layer, lane, n_committed - n + i)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void remove_finish(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t n_committed, int32_t n_behind,
+                          const int32_t *victims, int32_t n) {
+    const int32_t n_left = n_committed - n;
+    int32_t in_tail = 0; /* first victim that lies behind n_left, where nothing has to be filled */
+    while (in_tail < n && victims[in_tail] < n_left) {
+        in_tail++;
+    }
+    int32_t filler = n_left;
+    for (int32_t hole = 0, victim = in_tail; hole < in_tail; hole++, filler++) {
+        while (victim < n && victims[victim] == filler) {
+            filler++;
+            victim++;
+        }
+        entry_move(layer, lane, victims[hole], filler);
+    }
+    for (int32_t i = 0; n > 0 && i < n_behind; i++) {
+        entry_move(layer, lane, n_left + i, n_committed + i);
+    }
+    lane_cut(kv, layer, lane, n_left + n_behind);
+}
+
+/* ---- making and freeing ---- */
+
+static dt_status check_params(const dt_kv_layer_params *layers, int32_t n_layers, int32_t *n_lanes, dt_error *error) {
+    int64_t sum = 0;
+    for (int32_t i = 0; i < n_layers; i++) {
+        const dt_kv_format *f = &layers[i].format;
+        if (layers[i].n_lanes < 1 || f->block_tokens < DT_KV_GROUP || f->block_tokens % DT_KV_GROUP != 0 || f->dim_k < 1 ||
+            f->dim_v < 1 || (layers[i].budget.policy != NULL && layers[i].budget.max_cache_size < 1)) {
+            return dt_fail(
+                error, DT_ERR_ARGUMENT,
+                "layer %d of the cache is not usable: %d KV heads of sizes %d and %d in blocks of %d tokens, max_cache_size "
+                "%d; blocks must be a positive multiple of %d tokens",
+                i, layers[i].n_lanes, f->dim_k, f->dim_v, f->block_tokens, layers[i].budget.max_cache_size, DT_KV_GROUP);
+        }
+        sum += layers[i].n_lanes;
+    }
+    if (n_layers < 1 || sum > INT32_MAX) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "a cache needs at least one layer, and %d KV heads at most", INT32_MAX);
+    }
+    *n_lanes = (int32_t)sum;
+    return DT_OK;
+}
+
+static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * sizeof *kv->layers; }
+static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * sizeof *kv->lanes; }
+
+dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t n_layers, dt_kv **out, dt_error *error) {
+    *out = NULL;
+    int32_t n_lanes = 0;
+    const dt_status status = check_params(layers, n_layers, &n_lanes, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    dt_kv *kv = dt_memory_alloc_zero(memory, sizeof *kv);
+    if (kv == NULL) {
+        return dt_fail_memory(error, sizeof *kv, "the KV cache");
+    }
+    kv->memory = memory;
+    kv->n_layers = n_layers;
+    kv->n_lanes = n_lanes;
+    kv->newest_dropped = -1;
+    kv->layers = dt_memory_alloc_zero(memory, layers_bytes(kv));
+    kv->lanes = dt_memory_alloc_zero(memory, lanes_bytes(kv));
+    if (kv->layers == NULL || kv->lanes == NULL) {
+        const size_t bytes = layers_bytes(kv) + lanes_bytes(kv);
+        dt_kv_free(kv);
+        return dt_fail_memory(error, bytes, "the KV cache");
+    }
+    dt_kv_lane_state *lane = kv->lanes;
+    for (int32_t i = 0; i < n_layers; i++) {
+        const dt_policy *policy = layers[i].budget.policy;
+        kv->layers[i] = (dt_kv_layer_state){.params = layers[i], .has_mass = policy != NULL && policy->needs_mass, .lanes = lane};
+        lane += layers[i].n_lanes;
+    }
+    *out = kv;
+    return DT_OK;
+}
+
+void dt_kv_clear(dt_kv *kv) {
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            lane_cut(kv, layer, &layer->lanes[j], 0);
+            lane_free_arrays(kv, layer, &layer->lanes[j]);
+        }
+    }
+    spare_free(kv);
+    dt_memory_free(kv->memory, kv->scratch, kv->scratch_bytes);
+    kv->scratch = NULL;
+    kv->scratch_bytes = 0;
+    kv->n_uncommitted = 0;
+    kv->next_position = 0;
+    kv->newest_dropped = -1;
+}
+
+void dt_kv_free(dt_kv *kv) {
+    if (kv == NULL) {
+        return;
+    }
+    if (kv->layers != NULL && kv->lanes != NULL) {
+        dt_kv_clear(kv);
+    }
+    dt_memory_free(kv->memory, kv->layers, layers_bytes(kv));
+    dt_memory_free(kv->memory, kv->lanes, lanes_bytes(kv));
+    dt_memory_free(kv->memory, kv, sizeof *kv);
+}
+
+dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
+    dt_kv_layer_params *params = dt_memory_alloc(kv->memory, (size_t)kv->n_layers * sizeof *params);
+    if (params == NULL) {
+        *out = NULL;
+        return dt_fail_memory(error, (size_t)kv->n_layers * sizeof *params, "a fork of the KV cache");
+    }
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        params[i] = kv->layers[i].params;
+    }
+    dt_kv *fork = NULL;
+    const dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, &fork, error);
+    dt_memory_free(kv->memory, params, (size_t)kv->n_layers * sizeof *params);
+    *out = NULL;
+    if (status != DT_OK) {
+        return status;
+    }
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            const dt_kv_lane_state *from = &layer->lanes[j];
+            dt_kv_lane_state *to = &fork->layers[i].lanes[j];
+            if (from->arrays == NULL) {
+                continue;
+            }
+            /* the resize takes a borrowed view of the source and leaves it as it is: it has no arrays of its own to free */
+            *to = *from;
+            to->arrays = NULL;
+            if (!lane_resize(fork, layer, to, from->capacity_blocks, from->bias != NULL)) {
+                *to = (dt_kv_lane_state){0};
+                dt_kv_free(fork);
+                return dt_fail_memory(error, dt_kv_array_bytes(layer, from->capacity_blocks, from->bias != NULL),
+                                      "a fork of the KV cache");
+            }
+            for (int32_t span = 0; span < to->n_spans; span++) {
+                atomic_fetch_add(&dt_kv_head(to->spans[span].block)->references, 1);
+            }
+        }
+    }
+    fork->n_uncommitted = kv->n_uncommitted;
+    fork->next_position = kv->next_position;
+    fork->newest_dropped = kv->newest_dropped;
+    *out = fork;
+    return DT_OK;
+}
+
+/* ---- append, commit, truncate, drop ---- */
+
+/* Room for n more entries behind the lane's last one, in blocks that may be written. */
+static bool lane_reserve(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t n) {
+    const dt_kv_format *f = &layer->params.format;
+    const int32_t needed = dt_kv_blocks(f, lane->n_entries + n);
+    if (needed > lane->capacity_blocks && !lane_resize(kv, layer, lane, dt_kv_capacity_blocks(needed), lane->bias != NULL)) {
+        return false;
+    }
+    if (lane->n_entries % f->block_tokens != 0 && !block_own(kv, layer, lane, lane->n_entries - 1)) {
+        return false;
+    }
+    while (lane->n_spans < needed) {
+        void *block = block_new(kv, layer);
+        if (block == NULL) {
+            return false;
+        }
+        const float *bias = lane->bias == NULL ? NULL : lane->bias + row_floats(layer, lane->n_spans);
+        lane->spans[lane->n_spans++] = (dt_kv_span){.block = block, .bias = bias, .n = 0};
+    }
+    return true;
+}
+
+static void lane_extend(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t first_position, int32_t n) {
+    const dt_kv_format *f = &layer->params.format;
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t entry = lane->n_entries + i;
+        dt_kv_span *span = &lane->spans[entry / f->block_tokens];
+        dt_kv_position(f, span->block)[entry % f->block_tokens] = first_position + i;
+        span->n = entry % f->block_tokens + 1;
+    }
+    const size_t bytes = (size_t)n * sizeof(float);
+    if (layer->has_mass) {
+        memset(lane->recent_mass + lane->n_entries, 0, bytes);
+        memset(lane->total_mass + lane->n_entries, 0, bytes);
+        memset(lane->value_norm + lane->n_entries, 0, bytes);
+    }
+    if (lane->bias != NULL) {
+        memset(lane->bias + lane->n_entries, 0, bytes);
+    }
+    lane->n_entries += n;
+}
+
+static bool is_empty(const dt_kv *kv) {
+    for (int32_t i = 0; i < kv->n_lanes; i++) {
+        if (kv->lanes[i].n_entries > 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void undo_reserve(dt_kv *kv) {
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++) {
+            lane_cut(kv, &kv->layers[i], &kv->layers[i].lanes[j], kv->layers[i].lanes[j].n_entries);
+        }
+    }
+}
+
+dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error) {
+    if (n < 0 || first_position < 0 || first_position > INT32_MAX - n) {
+        return dt_fail(error, DT_ERR_LIMIT, "%d tokens from position %d on do not fit: positions go from 0 to %d", n,
+                       first_position, INT32_MAX - 1);
+    }
+    if (first_position != kv->next_position && !is_empty(kv)) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "tokens must be appended at position %d, the next one, not at %d", kv->next_position,
+                       first_position);
+    }
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            if (!lane_reserve(kv, layer, &layer->lanes[j], n)) {
+                undo_reserve(kv);
+                return dt_fail_memory(error, block_bytes(layer), "the KV cache");
+            }
+        }
+    }
+    for (int32_t i = 0; i < kv->n_layers && n > 0; i++) {
+        for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++) {
+            lane_extend(&kv->layers[i], &kv->layers[i].lanes[j], first_position, n);
+        }
+    }
+    kv->n_uncommitted += n;
+    kv->next_position = first_position + n;
+    return DT_OK;
+}
+
+/* Takes the last n entries, uncommitted ones, back from every lane. */
+static void cut_uncommitted(dt_kv *kv, int32_t n) {
+    for (int32_t i = 0; i < kv->n_layers && n > 0; i++) {
+        for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++) {
+            lane_cut(kv, &kv->layers[i], &kv->layers[i].lanes[j], kv->layers[i].lanes[j].n_entries - n);
+        }
+    }
+    kv->n_uncommitted -= n;
+    kv->next_position -= n;
+}
+
+void dt_kv_commit(dt_kv *kv, int32_t n_keep) {
+    const int32_t kept = DT_MIN(DT_MAX(n_keep, 0), kv->n_uncommitted);
+    cut_uncommitted(kv, kv->n_uncommitted - kept);
+    kv->n_uncommitted = 0;
+}
+
+/* Indices of the first n entries whose position is >= position; returns how many. */
+static int32_t find_from(const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t n, int32_t position, int32_t *out) {
+    const dt_kv_format *f = &layer->params.format;
+    int32_t found = 0;
+    for (int32_t entry = 0; entry < n; entry++) {
+        if (dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens] >= position) {
+            out[found++] = entry;
+        }
+    }
+    return found;
+}
+
+dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error) {
+    const int32_t first_uncommitted = kv->next_position - kv->n_uncommitted;
+    const int32_t p = DT_MAX(position, 0);
+    if (p >= first_uncommitted) {
+        cut_uncommitted(kv, DT_MAX(kv->next_position - p, 0));
+        return DT_OK;
+    }
+    int32_t longest = 0;
+    for (int32_t i = 0; i < kv->n_lanes; i++) {
+        longest = DT_MAX(longest, kv->lanes[i].n_entries);
+    }
+    const size_t bytes = (size_t)DT_MAX(longest, 1) * sizeof(int32_t);
+    int32_t *victims = dt_kv_scratch(kv, bytes);
+    if (victims == NULL) {
+        return dt_fail_memory(error, bytes, "cutting the KV cache");
+    }
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            dt_kv_lane_state *lane = &layer->lanes[j];
+            const int32_t n_committed = lane->n_entries - kv->n_uncommitted;
+            const int32_t n = find_from(layer, lane, n_committed, p, victims);
+            if (!remove_prepare(kv, layer, lane, n_committed, 0, victims, n)) {
+                return dt_fail_memory(error, block_bytes(layer), "cutting the KV cache");
+            }
+        }
+    }
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            dt_kv_lane_state *lane = &layer->lanes[j];
+            const int32_t n_committed = lane->n_entries - kv->n_uncommitted;
+            const int32_t n = find_from(layer, lane, n_committed, p, victims);
+            remove_finish(kv, layer, lane, n_committed, 0, victims, n);
+            lane_shrink(kv, layer, lane);
+        }
+    }
+    kv->n_uncommitted = 0;
+    kv->next_position = p;
+    kv->newest_dropped = DT_MIN(kv->newest_dropped, p - 1);
+    return DT_OK;
+}
+
+dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const int32_t *victims, int32_t n, dt_error *error) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    const dt_kv_format *f = &layer->params.format;
+    const int32_t n_committed = lane->n_entries - kv->n_uncommitted;
+    int32_t newest = kv->newest_dropped;
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t victim = victims[i];
+        if (victim < (i == 0 ? 0 : victims[i - 1] + 1) || victim >= n_committed) {
+            return dt_fail(error, DT_ERR_ARGUMENT,
+                           "victim %d of layer %d, KV head %d is not one of its %d committed entries in ascending order", victim,
+                           layer_index, lane_index, n_committed);
+        }
+        newest = DT_MAX(newest, dt_kv_position(f, lane->spans[victim / f->block_tokens].block)[victim % f->block_tokens]);
+    }
+    if (!remove_prepare(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n)) {
+        return dt_fail_memory(error, block_bytes(layer), "evicting from a shared KV cache");
+    }
+    remove_finish(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n);
+    lane_shrink(kv, layer, lane);
+    kv->newest_dropped = newest;
+    return DT_OK;
+}
+
+/* ---- readers ---- */
+
+void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_lane_view *out) {
+    const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
+    *out = (dt_kv_lane_view){
+        .spans = lane->spans,
+        .n_spans = lane->n_spans,
+        .n_entries = lane->n_entries,
+        .n_uncommitted = kv->n_uncommitted,
+        .recent_mass = lane->recent_mass,
+        .total_mass = lane->total_mass,
+        .value_norm = lane->value_norm,
+        .bias = lane->bias,
+    };
+}
+
+dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer_index, int32_t lane_index, int32_t entry, float bias, dt_error *error) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    if (entry < 0 || entry >= lane->n_entries || (!dt_is_finite(bias) && !(bias < 0))) {
+        return dt_fail(error, DT_ERR_ARGUMENT,
+                       "bias %f for entry %d of layer %d, KV head %d: it needs one of the %d entries and a number or -inf",
+                       (double)bias, entry, layer_index, lane_index, lane->n_entries);
+    }
+    if (lane->bias == NULL && !lane_resize(kv, layer, lane, lane->capacity_blocks, true)) {
+        return dt_fail_memory(error, dt_kv_array_bytes(layer, lane->capacity_blocks, true), "the KV cache");
+    }
+    lane->bias[entry] = bias;
+    return DT_OK;
+}
+
+void dt_kv_positions(const dt_kv *kv, int32_t layer_index, int32_t lane_index, int32_t *positions) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    const dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    for (int32_t i = 0; i < lane->n_spans; i++) {
+        const dt_kv_span *span = &lane->spans[i];
+        memcpy(positions, dt_kv_position(&layer->params.format, span->block), (size_t)span->n * sizeof *positions);
+        positions += span->n;
+    }
+}
+
+int32_t dt_kv_length(const dt_kv *kv, int32_t layer_index) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    int32_t longest = 0;
+    for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+        longest = DT_MAX(longest, layer->lanes[j].n_entries);
+    }
+    return longest;
+}
+
+double dt_kv_mean_length(const dt_kv *kv, int32_t layer_index) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    int64_t sum = 0;
+    for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+        sum += layer->lanes[j].n_entries;
+    }
+    return (double)sum / layer->params.n_lanes;
+}
+
+const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer) { return &kv->layers[layer].params; }
+
+bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) { return kv->layers[layer].has_mass; }
+
+/* ---- bytes ---- */
+
+void *dt_kv_scratch(dt_kv *kv, size_t bytes) {
+    if (bytes > kv->scratch_bytes) {
+        void *larger = dt_memory_alloc(kv->memory, bytes);
+        if (larger == NULL) {
+            return NULL;
+        }
+        dt_memory_free(kv->memory, kv->scratch, kv->scratch_bytes);
+        kv->scratch = larger;
+        kv->scratch_bytes = bytes;
+    }
+    return kv->scratch;
+}
+
+size_t dt_kv_bytes(const dt_kv *kv) {
+    size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv) + kv->scratch_bytes;
+    bytes += kv->spare == NULL ? 0 : block_bytes(&kv->layers[kv->spare_layer]);
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            const dt_kv_lane_state *lane = &layer->lanes[j];
+            bytes += (size_t)lane->n_spans * block_bytes(layer);
+            bytes += dt_kv_array_bytes(layer, lane->capacity_blocks, lane->bias != NULL);
+        }
+    }
+    return bytes;
+}
+
+size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
+    size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv);
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        const int32_t blocks = dt_kv_blocks(&layer->params.format, n);
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            bytes += (size_t)blocks * block_bytes(layer);
+            bytes += dt_kv_array_bytes(layer, blocks == 0 ? 0 : dt_kv_capacity_blocks(blocks), layer->lanes[j].bias != NULL);
+        }
+    }
+    return bytes;
+}

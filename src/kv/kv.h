@@ -1,0 +1,88 @@
+/*
+ * The KV cache of one session on the host: lanes of blocks. Storage is dumb: it appends, drops, shares and counts; which entries
+ * go is asked of policy/ in rounds (round.c).
+ *
+ * A lane = (layer, KV head) has blocks of format.block_tokens entries. All blocks but the last are full. Blocks are reference
+ * counted and may be shared by caches made with dt_kv_fork; a shared block is copied before it is written. What belongs to
+ * the session alone (masses, value norms, biases) lies in the lane, indexed by entry.
+ *
+ * Invariants (dt_kv_check): positions unique in a lane; uncommitted entries are the last n_uncommitted of every lane, in order;
+ * counters equal what is allocated; masses finite and not negative; every lane has the newest position (unless it was dropped).
+ * Committed entries have no order: dropping fills the holes from the committed tail.
+ * Memory: grows block by block, on demand; nothing is allocated for the context up front.
+ */
+#ifndef DT_KV_H
+#define DT_KV_H
+
+#include "base/kv_format.h"
+#include "policy/policy.h"
+
+typedef struct dt_kv dt_kv;
+
+typedef struct dt_kv_layer_params {
+    int32_t n_lanes;
+    dt_kv_format format;
+    dt_budget budget;
+} dt_kv_layer_params;
+
+/* layers[n_layers] is copied. memory must outlive the cache. */
+dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t n_layers, dt_kv **out, dt_error *error);
+void dt_kv_free(dt_kv *kv);
+
+/* Makes room for n more entries in every lane and adds them as uncommitted, positions [first_position, first_position + n);
+ * their keys and values are to be written by the attention kernel's store, masses, norms and biases are 0. first_position must
+ * follow the newest one, except in an empty cache. Copies a shared tail block. On failure nothing has changed. */
+dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error);
+/* Keeps the first n_keep of the uncommitted entries as committed and removes the others. */
+void dt_kv_commit(dt_kv *kv, int32_t n_keep);
+/* Removes every entry at position >= position, committed or not; the next one goes there. Only while all removed positions'
+ * predecessors are what the caller wants: entries dropped by a round do not come back. On failure (memory) nothing has changed. */
+dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error);
+/* Removes victims[n] (entry indices, ascending, committed) from a lane. Fails (nothing changed) for
+ * memory, and for victims that are not as said. */
+dt_status dt_kv_drop(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n, dt_error *error);
+/* A second cache with the same content; blocks are shared until one side writes. */
+dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error);
+/* Removes everything. */
+void dt_kv_clear(dt_kv *kv);
+
+/* One lane for readers. Pointers are valid until the next call that changes the cache. Masses and norms exist only where
+ * dt_kv_layer_needs_mass; elsewhere they are NULL, and so no memory is spent on them. */
+typedef struct dt_kv_lane_view {
+    const dt_kv_span *spans;
+    int32_t n_spans, n_entries, n_uncommitted;
+    float *recent_mass, *total_mass, *value_norm; /* [n_entries] or NULL */
+    const float *bias;                            /* [n_entries] or NULL = all zero */
+} dt_kv_lane_view;
+
+void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_lane_view *out);
+/* Sets an entry's bias (memory slots: log of the tokens it stands for). Allocates the lane's bias array when first needed. */
+dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry, float bias, dt_error *error);
+/* positions[n_entries] of a lane, in entry order. */
+void dt_kv_positions(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *positions);
+int32_t dt_kv_length(const dt_kv *kv, int32_t layer); /* longest lane */
+double dt_kv_mean_length(const dt_kv *kv, int32_t layer);
+const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer);
+/* Bytes of all blocks this cache refers to (shared ones counted in full, a spare one included) plus its own arrays. */
+size_t dt_kv_bytes(const dt_kv *kv);
+/* dt_kv_bytes of a cache whose lanes all grew to n entries and never lost any. */
+size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
+
+/* ---- rounds (round.c) ---- */
+
+typedef struct dt_round_result {
+    int32_t n_rounds;       /* layers in which something was evicted */
+    int64_t n_evicted;      /* tokens, summed over layers, mean over a layer's lanes, rounded */
+    int32_t newest_evicted; /* highest position that was evicted in any lane; -1 = none */
+} dt_round_result;
+
+/* Runs a round in every layer in which a lane exceeds its budget: its lanes over budget go down to the low-water mark. Nothing may
+ * be uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
+ */
+dt_status dt_kv_round(dt_kv *kv, int32_t next_position, dt_round_result *result, dt_error *error);
+/* True when the layer's policy needs attention mass. */
+bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);
+
+dt_status dt_kv_check(const dt_kv *kv, dt_error *error);
+
+#endif

@@ -1,0 +1,60 @@
+/*
+ * What kv.c, round.c and kv_check.c share: how a cache lies in memory. Nobody outside this folder includes it.
+ *
+ * Invariants: every lane has one allocation for all its arrays (spans, then the float rows), resized as a whole, so that growing
+ * either succeeds or changes nothing; capacities are a pure function of the number of blocks (dt_kv_capacity_blocks), so that
+ * bytes can be foretold; a block's reference count lies in the 64 bytes before the block.
+ */
+#ifndef DT_KV_INTERNAL_H
+#define DT_KV_INTERNAL_H
+
+#include "kv/kv.h"
+
+/* Precedes every block; as large as a block's alignment. */
+typedef struct dt_kv_block_head {
+    _Alignas(64) atomic_int references;
+} dt_kv_block_head;
+
+typedef struct dt_kv_lane_state {
+    void *arrays; /* [capacity_blocks] spans, rounded up to 64 bytes, then rows of capacity_blocks * block_tokens floats */
+    int32_t capacity_blocks;
+    int32_t n_spans; /* blocks held */
+    int32_t n_entries;
+    dt_kv_span *spans;
+    float *recent_mass, *total_mass, *value_norm; /* NULL where the layer's policy needs none */
+    float *bias;                                  /* NULL until the first bias is set */
+} dt_kv_lane_state;
+
+typedef struct dt_kv_layer_state {
+    dt_kv_layer_params params;
+    bool has_mass;
+    dt_kv_lane_state *lanes; /* into dt_kv.lanes */
+} dt_kv_layer_state;
+
+struct dt_kv {
+    dt_memory *memory;
+    dt_kv_layer_state *layers;
+    dt_kv_lane_state *lanes; /* of all layers */
+    int32_t n_layers, n_lanes;
+    int32_t n_uncommitted;
+    int32_t next_position;  /* above every position in the cache; that of the next entry unless the cache is empty */
+    int32_t newest_dropped; /* highest position < next_position that was dropped from any lane; -1 = none */
+    void *spare;            /* one unused block with references = 0, or NULL */
+    int32_t spare_layer;    /* whose format it has */
+    void *scratch;          /* for rounds and truncate, kept between them */
+    size_t scratch_bytes;
+};
+
+static inline dt_kv_block_head *dt_kv_head(void *block) { return (dt_kv_block_head *)((char *)block - sizeof(dt_kv_block_head)); }
+static inline int32_t dt_kv_blocks(const dt_kv_format *format, int32_t n_entries) {
+    return n_entries / format->block_tokens + (n_entries % format->block_tokens != 0);
+}
+
+/* Blocks that a lane's arrays have room for when n are needed: n rounded up to eighths of its power of two. */
+int32_t dt_kv_capacity_blocks(int32_t n);
+/* Bytes of a lane's arrays. */
+size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias);
+/* At least `bytes` of scratch, valid until the next call; NULL on failure. */
+void *dt_kv_scratch(dt_kv *kv, size_t bytes);
+
+#endif

@@ -1,0 +1,169 @@
+/*
+ * What all policies share: the table, the one definition of "pinned", the choice of victims, and how observed attention becomes
+ * the running means that scores are made of.
+ *
+ * Invariants: the choice depends only on the set of (position, score), never on the order of entries: entries are compared by
+ * (score, position), which is total since positions are unique; a pinned entry is never a victim; NaN is the lowest score.
+ */
+#include "policy/policy.h"
+
+#include <math.h>
+#include <string.h>
+
+static const dt_policy *const policies[] = {&dt_policy_local_window, &dt_policy_importance_score};
+
+const dt_policy *const *dt_policies(int32_t *n) {
+    *n = (int32_t)(sizeof policies / sizeof policies[0]);
+    return policies;
+}
+
+const dt_policy *dt_policy_find(const char *name) {
+    for (size_t i = 0; i < sizeof policies / sizeof policies[0]; i++) {
+        if (strcmp(policies[i]->name, name) == 0) {
+            return policies[i];
+        }
+    }
+    return NULL;
+}
+
+int32_t dt_budget_low_water(const dt_budget *budget) {
+    const int32_t max = budget->max_cache_size;
+    return DT_MIN(DT_MAX(budget->min_cache_size, max - max / 16), max - 1);
+}
+
+bool dt_pinned(const dt_lane_view *view, int32_t entry) {
+    const int64_t position = view->position[entry];
+    return position < view->sink_tokens || position >= (int64_t)view->next_position - view->recent_window;
+}
+
+/* ---- attention mass ---- */
+
+/*
+ * Running means per query, not sums: recent' = recent * d + (mass per query) * (1 - d), d = decay ^ queries. So folding ten queries
+ * at once or one by one comes to the same, values stay below the number of query heads however long the session gets, and an
+ * improbable token counts as a fraction of a query in both terms.
+ *
+ * A new entry begins as an average one, not at 0: a sum or a mean that begins at 0 favours what has been there for longer, which
+ * freezes the cache at its beginning and lets every token go as soon as it leaves the recent window.
+ */
+void dt_mass_fold(float *restrict recent, float *restrict total, const float *restrict mass, int32_t n, int32_t n_queries,
+                  float weight) {
+    if (n <= 0 || n_queries <= 0) {
+        return;
+    }
+    float sums[8] = {0}; /* independent, so that the loop can run in a vector register */
+    int32_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        for (int32_t j = 0; j < 8; j++) {
+            sums[j] += mass[i + j];
+        }
+    }
+    float sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    for (; i < n; i++) {
+        sum += mass[i];
+    }
+    const float average = sum / (float)n_queries / (float)n, queries = (float)n_queries * weight;
+    const float keep_recent = expf(-queries / DT_OBSERVE_WINDOW), keep_total = exp2f(-queries / DT_TOTAL_HALF_LIFE);
+    const float add_recent = (1 - keep_recent) / (float)n_queries, add_total = (1 - keep_total) / (float)n_queries;
+    for (i = 0; i < n; i++) {
+        const bool is_new = recent[i] == 0 && total[i] == 0;
+        recent[i] = (is_new ? average : recent[i]) * keep_recent + mass[i] * add_recent;
+        total[i] = (is_new ? average : total[i]) * keep_total + mass[i] * add_total;
+    }
+}
+
+/*
+ * From one half for a token drawn against all odds to one for a certain one. Such a token is often an accident of sampling; what it
+ * looks at should not decide what the conversation keeps. Not less than a half, since surprising tokens also carry what is new; a
+ * token of unknown probability (a prompt's, 1 by convention) counts in full.
+ */
+float dt_query_weight(float probability) {
+    if (!(probability < 1)) { /* NaN too: unknown */
+        return 1;
+    }
+    return 0.5f + 0.5f * DT_MAX(probability, 0.0f);
+}
+
+/* ---- choice of victims ---- */
+
+/* Orders as (score, position) does: higher = keep, among equals the younger. */
+static uint64_t keep_key(float score, int32_t position) {
+    uint32_t bits = 0; /* NaN: below minus infinity, whose bits give 0x007FFFFF */
+    if (!isnan(score)) {
+        const float plain = score + 0.0f; /* no negative zero */
+        memcpy(&bits, &plain, sizeof bits);
+        bits = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+    }
+    return (uint64_t)bits << 32 | (uint32_t)position;
+}
+
+static uint64_t median_of_three(uint64_t a, uint64_t b, uint64_t c) { return DT_MAX(DT_MIN(a, b), DT_MIN(DT_MAX(a, b), c)); }
+
+/* The k-th smallest (from 0) of n distinct keys, which get reordered. The pivots' places are pseudo-random, so that no order of
+ * entries that occurs in practice makes it slow; the result does not depend on them. */
+static uint64_t select_key(uint64_t *keys, int32_t n, int32_t k) {
+    int32_t low = 0, high = n - 1;
+    uint32_t random = 2463534242u;
+    while (low < high) {
+        uint64_t sample[3];
+        for (int32_t i = 0; i < 3; i++) {
+            random = random * 1664525u + 1013904223u;
+            sample[i] = keys[low + (int32_t)((random >> 8) % (uint32_t)(high - low + 1))];
+        }
+        const uint64_t pivot = median_of_three(sample[0], sample[1], sample[2]);
+        int32_t i = low, j = high;
+        while (i <= j) {
+            while (keys[i] < pivot) {
+                i++;
+            }
+            while (keys[j] > pivot) {
+                j--;
+            }
+            if (i <= j) {
+                const uint64_t swapped = keys[i];
+                keys[i++] = keys[j];
+                keys[j--] = swapped;
+            }
+        }
+        if (k <= j) {
+            high = j;
+        } else if (k >= i) {
+            low = i;
+        } else {
+            break;
+        }
+    }
+    return keys[k];
+}
+
+static size_t scores_bytes(int32_t n) { return DT_ROUND_UP((size_t)n * sizeof(float), (size_t)64); }
+
+size_t dt_policy_scratch_bytes(int32_t n) { return scores_bytes(n) + dt_policy_score_scratch_bytes(n); }
+
+int32_t dt_policy_choose(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep, int32_t *victims, void *scratch) {
+    int32_t n_free = 0;
+    for (int32_t i = 0; i < view->n; i++) {
+        n_free += !dt_pinned(view, i);
+    }
+    const int32_t n_victims = DT_MIN(view->n - DT_MAX(n_keep, 0), n_free);
+    if (n_victims <= 0) {
+        return 0;
+    }
+    float *scores = scratch;
+    uint64_t *keys = (uint64_t *)((char *)scratch + scores_bytes(view->n)); /* the score's scratch, free again afterwards */
+    policy->score(view, scores, keys);
+    int32_t n_keys = 0;
+    for (int32_t i = 0; i < view->n; i++) {
+        if (!dt_pinned(view, i)) {
+            keys[n_keys++] = keep_key(scores[i], view->position[i]);
+        }
+    }
+    const uint64_t highest_victim = select_key(keys, n_keys, n_victims - 1);
+    int32_t n = 0;
+    for (int32_t i = 0; i < view->n; i++) {
+        if (!dt_pinned(view, i) && keep_key(scores[i], view->position[i]) <= highest_victim) {
+            victims[n++] = i;
+        }
+    }
+    return n;
+}

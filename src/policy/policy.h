@@ -1,0 +1,72 @@
+/*
+ * Which entries of a lane go: pure functions on plain arrays. No storage, no ggml, no clock.
+ *
+ * Direction: a score says how much an entry is worth, higher = keep. Ties go to the younger entry. Pinned entries
+ * (dt_pinned, the one definition) are never victims, whatever their score.
+ */
+#ifndef DT_POLICY_H
+#define DT_POLICY_H
+
+#include "base/base.h"
+
+typedef struct dt_policy dt_policy;
+
+/* Settings of one layer, after defaults were filled in (engine/eviction_config.c). */
+typedef struct dt_budget {
+    const dt_policy *policy; /* NULL: keeps everything */
+    int32_t max_cache_size, min_cache_size, sink_tokens, recent_window;
+} dt_budget;
+
+/* Tokens a lane is left with after a round: max(min_cache_size, max - max/16), but always below max, so that a round frees
+ * something even where min and max are equal. */
+int32_t dt_budget_low_water(const dt_budget *budget);
+
+/* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The last three may be NULL for a policy
+ * without needs_mass. */
+typedef struct dt_lane_view {
+    int32_t n;
+    const int32_t *position;
+    const float *recent_mass; /* attention mass per query, a running mean over about the last DT_OBSERVE_WINDOW of them */
+    const float *total_mass;  /* the same over many more: DT_TOTAL_HALF_LIFE */
+    const float *value_norm;
+    int32_t next_position; /* that of the next token: the newest kept one is next_position - 1 */
+    int32_t sink_tokens, recent_window;
+} dt_lane_view;
+
+/* The last queries that an importance score looks at (W). */
+#define DT_OBSERVE_WINDOW 32
+/* Queries after which an observation counts half in total_mass. */
+#define DT_TOTAL_HALF_LIFE 384
+
+bool dt_pinned(const dt_lane_view *view, int32_t entry);
+
+struct dt_policy {
+    const char *name;
+    bool needs_mass; /* wants attention mass and value norms collected */
+    /* out[n]; scratch: dt_policy_score_scratch_bytes(n), 64-byte aligned. Reads nothing but the view. NaN counts as the lowest
+     * score. */
+    void (*score)(const dt_lane_view *view, float *out, void *scratch);
+};
+/* What every policy's score may use as scratch: two rows of 64-bit words. */
+static inline size_t dt_policy_score_scratch_bytes(int32_t n) { return 2 * (size_t)n * sizeof(uint64_t); }
+
+/* NULL when there is none of that name. */
+const dt_policy *dt_policy_find(const char *name);
+const dt_policy *const *dt_policies(int32_t *n);
+
+/* Folds the attention mass of newly committed queries into a lane's running means. mass[n]: sum over `n_queries` query rows;
+ * weight: what they count for (dt_query_weight). Entries new since the last fold have recent = total = 0. */
+void dt_mass_fold(float *recent, float *total, const float *mass, int32_t n, int32_t n_queries, float weight);
+/* Weight of a decoded token's attention by how probable the token was when sampled, in (0, 1]. */
+float dt_query_weight(float probability);
+
+/* Bytes of scratch dt_policy_choose needs for n entries; to be 64-byte aligned. */
+size_t dt_policy_scratch_bytes(int32_t n);
+/* Chooses victims so that n_keep entries stay, or fewer victims where pins forbid it. victims[n]: their indices, ascending.
+ * Returns how many. */
+int32_t dt_policy_choose(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep, int32_t *victims, void *scratch);
+
+/* The policies, one file each; use dt_policy_find. */
+extern const dt_policy dt_policy_local_window, dt_policy_importance_score;
+
+#endif

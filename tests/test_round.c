@@ -1,0 +1,327 @@
+/*
+ * kv/round.c: eviction rounds on small caches. Pins stay, lanes end at the low-water mark, a round allocates nothing once sizes
+ * have settled, and budgets with hardly any room (cases.md, row 5) still get on.
+ */
+#include "support/cmocka_all.h"
+
+#include "kv/kv.h"
+
+#include <string.h>
+
+static dt_memory memory;
+
+static void require(dt_status status, const dt_error *error) {
+    if (status != DT_OK) {
+        fail_msg("%s: %s", dt_status_name(status), error->message);
+    }
+}
+
+static uint32_t hash(uint32_t a, uint32_t b) {
+    uint32_t h = a * 2654435761u ^ (b + 0x9E3779B9u) * 2246822519u;
+    h ^= h >> 15;
+    return h * 3266489917u;
+}
+
+static dt_kv *new_cache(const dt_budget *budgets, int32_t n_layers, int32_t n_lanes) {
+    dt_kv_layer_params params[4];
+    for (int32_t i = 0; i < n_layers; i++) {
+        params[i].n_lanes = n_lanes;
+        params[i].budget = budgets[i];
+        dt_kv_format_init(&params[i].format, DT_KV_F16, DT_KV_F16, 4, 4, 16);
+    }
+    dt_memory_init(&memory);
+    dt_kv *kv = NULL;
+    dt_error error;
+    require(dt_kv_new(&memory, params, n_layers, &kv, &error), &error);
+    return kv;
+}
+
+/* Appends and commits n tokens; each lane pays attention in its own way. */
+static void add(dt_kv *kv, int32_t n_layers, int32_t n_lanes, int32_t *next, int32_t n) {
+    dt_error error;
+    require(dt_kv_append(kv, *next, n, &error), &error);
+    dt_kv_commit(kv, n);
+    *next += n;
+    for (int32_t layer = 0; layer < n_layers; layer++) {
+        for (int32_t lane = 0; lane < n_lanes && dt_kv_layer_needs_mass(kv, layer); lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(kv, layer, lane, &view);
+            int32_t positions[4096];
+            float mass[4096];
+            dt_kv_positions(kv, layer, lane, positions);
+            for (int32_t i = 0; i < view.n_entries; i++) {
+                const uint32_t h = hash((uint32_t)positions[i], (uint32_t)(layer * 16 + lane));
+                mass[i] = (float)(h % 1000u) / 1000.0f;
+                view.value_norm[i] = 1.0f + (float)(h >> 24) / 256.0f;
+            }
+            dt_mass_fold(view.recent_mass, view.total_mass, mass, view.n_entries, n, 1.0f);
+        }
+    }
+}
+
+/* Sinks and recent window of all layers that evict are there, all of an unbudgeted layer is, and no lane is over its budget. */
+static void require_kept(const dt_kv *kv, const dt_budget *budgets, int32_t n_layers, int32_t n_lanes, int32_t next) {
+    dt_error error;
+    require(dt_kv_check(kv, &error), &error);
+    for (int32_t layer = 0; layer < n_layers; layer++) {
+        const dt_budget *b = &budgets[layer];
+        for (int32_t lane = 0; lane < n_lanes; lane++) {
+            int32_t positions[4096];
+            bool there[4096] = {false};
+            dt_kv_lane_view view;
+            dt_kv_lane(kv, layer, lane, &view);
+            dt_kv_positions(kv, layer, lane, positions);
+            for (int32_t i = 0; i < view.n_entries; i++) {
+                there[positions[i]] = true;
+            }
+            assert_true(b->policy == NULL ? view.n_entries == next : view.n_entries <= b->max_cache_size);
+            for (int32_t position = 0; position < next; position++) {
+                if (position < b->sink_tokens || position >= next - b->recent_window) {
+                    assert_true(there[position]);
+                }
+            }
+        }
+    }
+}
+
+static void test_rounds_hold_budgets_and_pins(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8}, {0}, {&dt_policy_local_window, 64, 20, 4, 16}};
+    dt_kv *kv = new_cache(budgets, 3, 3);
+    int32_t next = 0;
+    int64_t evicted = 0, expected = 0;
+    for (int32_t step = 0; step < 400; step++) {
+        add(kv, 3, 3, &next, 1 + step % 3);
+        const int32_t before[3] = {dt_kv_length(kv, 0), dt_kv_length(kv, 1), dt_kv_length(kv, 2)};
+        dt_round_result result;
+        dt_error error;
+        require(dt_kv_round(kv, next, &result, &error), &error);
+        int32_t n_rounds = 0;
+        for (int32_t layer = 0; layer < 3; layer++) {
+            const bool over = budgets[layer].policy != NULL && before[layer] > budgets[layer].max_cache_size;
+            assert_int_equal(dt_kv_length(kv, layer), over ? dt_budget_low_water(&budgets[layer]) : before[layer]);
+            n_rounds += over;
+        }
+        assert_int_equal(result.n_rounds, n_rounds);
+        assert_true((result.newest_evicted >= 0) == (n_rounds > 0));
+        assert_true(result.newest_evicted < DT_MAX(next - 8, 0));
+        evicted += result.n_evicted;
+        require_kept(kv, budgets, 3, 3, next);
+    }
+    for (int32_t layer = 0; layer < 3; layer++) {
+        expected += next - dt_kv_length(kv, layer);
+    }
+    assert_int_equal(evicted, expected);
+    dt_kv_free(kv);
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+}
+
+static void test_local_window_is_sinks_and_the_newest(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8}};
+    dt_kv *kv = new_cache(budgets, 1, 2);
+    int32_t next = 0, positions[64];
+    add(kv, 1, 2, &next, 100);
+    dt_round_result result;
+    dt_error error;
+    require(dt_kv_round(kv, next, &result, &error), &error);
+    assert_int_equal(result.n_rounds, 1);
+    assert_int_equal(result.n_evicted, 55);
+    assert_int_equal(result.newest_evicted, 58);
+    bool there[100] = {false};
+    dt_kv_positions(kv, 0, 1, positions);
+    for (int32_t i = 0; i < 45; i++) {
+        there[positions[i]] = true;
+    }
+    for (int32_t position = 0; position < 100; position++) {
+        assert_int_equal(there[position], position < 4 || position >= 59);
+    }
+    dt_kv_free(kv);
+}
+
+/* Lanes choose for themselves. */
+static void test_lanes_differ(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 48, 8, 4, 8}};
+    dt_kv *kv = new_cache(budgets, 1, 2);
+    int32_t next = 0, a[64], b[64];
+    add(kv, 1, 2, &next, 100);
+    dt_round_result result;
+    dt_error error;
+    require(dt_kv_round(kv, next, &result, &error), &error);
+    dt_kv_positions(kv, 0, 0, a);
+    dt_kv_positions(kv, 0, 1, b);
+    int64_t sum_a = 0, sum_b = 0;
+    for (int32_t i = 0; i < dt_kv_length(kv, 0); i++) {
+        sum_a += (int64_t)a[i] * a[i];
+        sum_b += (int64_t)b[i] * b[i];
+    }
+    assert_true(sum_a != sum_b);
+    dt_kv_free(kv);
+}
+
+/* Lanes of one layer may differ in length: those that are not over their budget are left alone. */
+static void test_lanes_within_budget_are_left_alone(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8}};
+    dt_kv *kv = new_cache(budgets, 1, 3);
+    int32_t next = 0;
+    add(kv, 1, 3, &next, 50);
+    const int32_t victims[] = {10, 11, 12};
+    dt_error error;
+    require(dt_kv_drop(kv, 0, 0, victims, 2, &error), &error); /* now 48, at its budget */
+    require(dt_kv_drop(kv, 0, 1, victims, 3, &error), &error);
+    dt_round_result result;
+    require(dt_kv_round(kv, next, &result, &error), &error);
+    const int32_t expected[] = {48, 47, 45};
+    for (int32_t lane = 0; lane < 3; lane++) {
+        dt_kv_lane_view view;
+        dt_kv_lane(kv, 0, lane, &view);
+        assert_int_equal(view.n_entries, expected[lane]);
+    }
+    assert_int_equal(result.n_rounds, 1);
+    assert_int_equal(result.n_evicted, 2); /* 5 tokens over 3 lanes */
+    assert_int_equal(dt_kv_length(kv, 0), 48);
+    dt_kv_free(kv);
+}
+
+static void run_tight(int32_t max, int32_t min, const dt_policy *policy) {
+    const dt_budget budgets[] = {{policy, max, min, 4, 128}};
+    dt_kv *kv = new_cache(budgets, 1, 1);
+    int32_t next = 0;
+    dt_round_result result;
+    dt_error error;
+    for (int32_t step = 0; step < 400; step++) {
+        add(kv, 1, 1, &next, 1);
+        const int32_t before = dt_kv_length(kv, 0);
+        require(dt_kv_round(kv, next, &result, &error), &error);
+        assert_true(before <= max || dt_kv_length(kv, 0) < before);
+        require_kept(kv, budgets, 1, 1, next);
+    }
+    dt_kv_free(kv);
+}
+
+static void test_tight_budgets_get_on(void **state) {
+    (void)state;
+    run_tight(136, 130, &dt_policy_local_window);
+    run_tight(136, 135, &dt_policy_importance_score);
+    run_tight(136, 136, &dt_policy_importance_score);
+    run_tight(133, 132, &dt_policy_local_window);
+}
+
+/* A budget that pins alone exceed is refused by the settings; storage must bear it all the same, and not report rounds. */
+static void test_nothing_to_evict(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 100}};
+    dt_kv *kv = new_cache(budgets, 1, 1);
+    int32_t next = 0;
+    add(kv, 1, 1, &next, 60);
+    dt_round_result result;
+    dt_error error;
+    require(dt_kv_round(kv, next, &result, &error), &error);
+    assert_int_equal(result.n_rounds, 0);
+    assert_int_equal(result.n_evicted, 0);
+    assert_int_equal(result.newest_evicted, -1);
+    assert_int_equal(dt_kv_length(kv, 0), 60);
+    dt_kv_free(kv);
+}
+
+static void test_uncommitted_tokens_forbid_a_round(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 4}};
+    dt_kv *kv = new_cache(budgets, 1, 1);
+    int32_t next = 0;
+    add(kv, 1, 1, &next, 30);
+    dt_error error;
+    require(dt_kv_append(kv, next, 2, &error), &error);
+    dt_round_result result;
+    assert_int_equal(dt_kv_round(kv, next + 2, &result, &error), DT_ERR_ARGUMENT);
+    assert_int_equal(dt_kv_length(kv, 0), 32);
+    dt_kv_free(kv);
+}
+
+static void test_settled_rounds_allocate_nothing(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8}, {&dt_policy_local_window, 64, 20, 4, 16}};
+    dt_kv *kv = new_cache(budgets, 2, 2);
+    int32_t next = 0, n_rounds = 0;
+    size_t settled_bytes = 0;
+    for (int32_t step = 0; step < 300; step++) {
+        add(kv, 2, 2, &next, 1);
+        const bool settled = step >= 150;
+        atomic_store(&memory.fail_after, settled ? 0 : -1);
+        dt_round_result result;
+        dt_error error;
+        require(dt_kv_round(kv, next, &result, &error), &error);
+        atomic_store(&memory.fail_after, -1);
+        n_rounds += settled ? result.n_rounds : 0;
+        settled_bytes = step == 149 ? atomic_load(&memory.bytes_peak) : settled_bytes;
+    }
+    assert_true(n_rounds > 10);
+    assert_int_equal(atomic_load(&memory.bytes_peak), settled_bytes); /* memory is flat from then on */
+    dt_kv_free(kv);
+}
+
+/* After prefill of any length a lane never holds more than budget + one chunk. */
+static void test_streaming_memory_is_bounded(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 64, 16, 4, 16}};
+    dt_kv *kv = new_cache(budgets, 1, 2);
+    int32_t next = 0;
+    while (next < 3000) {
+        add(kv, 1, 2, &next, 50);
+        assert_true(dt_kv_length(kv, 0) <= 64 + 50);
+        dt_round_result result;
+        dt_error error;
+        require(dt_kv_round(kv, next, &result, &error), &error);
+    }
+    const size_t scratch = 8 * (64 + 50) + dt_policy_scratch_bytes(64 + 50) + 256, spare = 64 + 1024;
+    assert_true(atomic_load(&memory.bytes_peak) <= dt_kv_bytes_for(kv, 64 + 50) * 2 + scratch + spare);
+    assert_true(dt_kv_bytes(kv) <= dt_kv_bytes_for(kv, 64 + 50) + scratch + spare);
+    dt_kv_free(kv);
+}
+
+static void test_a_failed_round_leaves_a_whole_cache(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8}, {&dt_policy_local_window, 64, 20, 4, 16}};
+    dt_kv *kv = new_cache(budgets, 2, 2), *fork = NULL;
+    int32_t next = 0;
+    add(kv, 2, 2, &next, 200);
+    dt_error error;
+    require(dt_kv_fork(kv, &fork, &error), &error);
+    int64_t evicted = 0;
+    dt_status status = DT_ERR_MEMORY;
+    for (int32_t allowed = 0; status != DT_OK; allowed++) {
+        assert_true(allowed < 100);
+        dt_round_result result;
+        atomic_store(&memory.fail_after, allowed);
+        status = dt_kv_round(kv, next, &result, &error);
+        atomic_store(&memory.fail_after, -1);
+        assert_true(status == DT_OK || status == DT_ERR_MEMORY);
+        require(dt_kv_check(kv, &error), &error);
+        require(dt_kv_check(fork, &error), &error);
+        evicted += result.n_evicted;
+    }
+    require_kept(kv, budgets, 2, 2, next);
+    assert_true(evicted > 0);
+    assert_int_equal(dt_kv_length(fork, 0), 200);
+    dt_kv_free(kv);
+    dt_kv_free(fork);
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_rounds_hold_budgets_and_pins),
+        cmocka_unit_test(test_local_window_is_sinks_and_the_newest),
+        cmocka_unit_test(test_lanes_differ),
+        cmocka_unit_test(test_lanes_within_budget_are_left_alone),
+        cmocka_unit_test(test_tight_budgets_get_on),
+        cmocka_unit_test(test_nothing_to_evict),
+        cmocka_unit_test(test_uncommitted_tokens_forbid_a_round),
+        cmocka_unit_test(test_settled_rounds_allocate_nothing),
+        cmocka_unit_test(test_streaming_memory_is_bounded),
+        cmocka_unit_test(test_a_failed_round_leaves_a_whole_cache),
+    };
+    return cmocka_run_group_tests_name("round", tests, NULL, NULL);
+}
