@@ -1,0 +1,579 @@
+/*
+ * Weights in memory: each tensor the graph asks for is checked, then either used where the file's mapping has it, or copied
+ * into a buffer: the CPU's fast layouts ("extra buffer types" of ggml: repacked, AMX) for matrices, a plain one for what is
+ * converted, not aligned, or read without mmap.
+ *
+ * Peak memory stays near the file's size: tensors are copied one by one and the mapped pages of a copied tensor are dropped
+ * from the process at once. Only a matrix that is also used row by row (tied embeddings) may exist twice.
+ *
+ * Invariant: nothing is handed to ggml before it was checked, and no buffer is asked of ggml that the machine cannot give
+ * (ggml may abort on a failed allocation).
+ */
+#define _GNU_SOURCE /* madvise */
+#include "weights/gguf_file.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define MAX_EXTRA_TYPES 8
+#define PROBE_TOKENS 32 /* batch of the matrix product by which a layout is asked whether it takes a tensor */
+#define MIB (1024.0 * 1024.0)
+
+/* One tensor in memory; requests for the same tensor in the same home share it. */
+typedef struct placement {
+    const dt_gguf_tensor *source;
+    struct ggml_tensor *tensor;
+    int32_t home; /* index into homes[]; HOME_MAPPED */
+} placement;
+
+enum { HOME_MAPPED, HOME_PLAIN, HOME_FIRST_EXTRA };
+
+/* Where tensors go: the mapping, a plain buffer, one of the fast layouts. */
+typedef struct home {
+    ggml_backend_buffer_type_t type; /* NULL for the mapping */
+    ggml_backend_buffer_t buffer;    /* NULL while nothing is placed there, and for the mapping */
+    size_t bytes;
+} home;
+
+/* One part of the model while it is read. */
+typedef struct open_part {
+    int file; /* -1 when closed */
+    unsigned char *mapping;
+    size_t bytes;
+    ggml_backend_buffer_t buffer; /* ggml's view of the mapping */
+} open_part;
+
+struct dt_weights {
+    struct ggml_context *context;
+    placement *placements;
+    int32_t n_placements;
+    home homes[HOME_FIRST_EXTRA + MAX_EXTRA_TYPES];
+    int32_t n_homes;
+    open_part *parts;
+    int32_t n_parts;
+    uint64_t bytes, n_params;
+    char main_type[32];
+};
+
+/* What the steps of loading share. */
+typedef struct loader {
+    const dt_gguf *gguf;
+    ggml_backend_dev_t device;
+    dt_model_params params;
+    dt_weights *weights;
+    dt_error *error;
+} loader;
+
+/* ---- checks ------------------------------------------------------------------------------------- */
+
+static const char *part_path(const loader *l, const dt_gguf_tensor *t) { return l->gguf->parts[t->part].path; }
+
+static void format_shape(const int64_t *ne, int n_dims, char *out, size_t capacity) {
+    size_t at = 0;
+    out[0] = '\0';
+    for (int i = 0; i < n_dims && at + 24 < capacity; i++) {
+        at += (size_t)snprintf(out + at, capacity - at, "%s%" PRId64, i ? " x " : "", ne[i]);
+    }
+}
+
+static int count_dims(const int64_t *ne) {
+    int n = GGML_MAX_DIMS;
+    while (n > 1 && ne[n - 1] == 1) {
+        n--;
+    }
+    return n;
+}
+
+static dt_status check_shape(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
+    bool is_right = true;
+    for (int i = 0; i < GGML_MAX_DIMS; i++) {
+        is_right = is_right && t->ne[i] == (i < DT_MIN(request->n_dims, 3) ? request->ne[i] : 1);
+    }
+    if (is_right) {
+        return DT_OK;
+    }
+    char found[96], wanted[96];
+    format_shape(t->ne, DT_MAX(count_dims(t->ne), request->n_dims), found, sizeof found);
+    format_shape(request->ne, request->n_dims, wanted, sizeof wanted);
+    return dt_fail(l->error, DT_ERR_FORMAT, "%s: tensor '%s' is %s, but the model's keys call for %s", part_path(l, t), t->name,
+                   found, wanted);
+}
+
+static dt_status check_type(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
+    const bool is_float = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
+    if (request->use == DT_USE_ELEMENTWISE && !is_float) {
+        return dt_fail(l->error, DT_ERR_FORMAT, "%s: tensor '%s' has type %s, but must be f32, f16 or bf16", part_path(l, t),
+                       t->name, ggml_type_name(t->type));
+    }
+    /* the types with a conversion to float are those that ggml can multiply with and take rows of */
+    if (t->type != GGML_TYPE_F32 && !ggml_get_type_traits(t->type)->to_float) {
+        return dt_fail(l->error, DT_ERR_UNSUPPORTED,
+                       "%s: tensor '%s' has type %s, which cannot be computed with; quantize the model again", part_path(l, t),
+                       t->name, ggml_type_name(t->type));
+    }
+    return DT_OK;
+}
+
+/* A tensor of the decoder that the graph does not know would silently change what the model computes. */
+static dt_status check_unused(const loader *l, const bool *is_used) {
+    const dt_gguf_tensor *first = NULL;
+    int64_t n_unknown = 0;
+    for (int64_t i = 0; i < l->gguf->n_tensors; i++) {
+        const dt_gguf_tensor *t = &l->gguf->tensors[i];
+        if (is_used[i]) {
+            continue;
+        }
+        if (strncmp(t->name, "blk.", 4) != 0 && strncmp(t->name, "output", 6) != 0) {
+            dt_log(DT_LOG_DEBUG, "weights: tensor '%s' is not used", t->name);
+            continue;
+        }
+        first = first ? first : t;
+        n_unknown++;
+    }
+    if (!first) {
+        return DT_OK;
+    }
+    char more[64] = "";
+    if (n_unknown > 1) {
+        snprintf(more, sizeof more, " and %" PRId64 " more", n_unknown - 1);
+    }
+    return dt_fail(l->error, DT_ERR_UNSUPPORTED, "%s has tensors that this program does not know how to compute with: '%s'%s",
+                   part_path(l, first), first->name, more);
+}
+
+/* ---- planning ----------------------------------------------------------------------------------- */
+
+/* True when the device computes `request`'s operation on a tensor like `t` held in a buffer of that type. */
+static bool layout_takes(ggml_backend_dev_t device, ggml_backend_buffer_type_t type, const dt_weight_request *request,
+                         const dt_gguf_tensor *t) {
+    const struct ggml_init_params params = {.mem_size = 8 * ggml_tensor_overhead(), .mem_buffer = NULL, .no_alloc = true};
+    struct ggml_context *context = ggml_init(params);
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(type, 0);
+    bool is_taken = false;
+    if (context && buffer) {
+        struct ggml_tensor *weight = ggml_new_tensor(context, t->type, GGML_MAX_DIMS, t->ne), *op;
+        if (request->use == DT_USE_MATMUL_ID) {
+            struct ggml_tensor *input = ggml_new_tensor_3d(context, GGML_TYPE_F32, t->ne[0], 1, PROBE_TOKENS);
+            op = ggml_mul_mat_id(context, weight, input, ggml_new_tensor_2d(context, GGML_TYPE_I32, 1, PROBE_TOKENS));
+        } else {
+            op = ggml_mul_mat(context, weight,
+                              ggml_new_tensor_4d(context, GGML_TYPE_F32, t->ne[0], PROBE_TOKENS, t->ne[2], t->ne[3]));
+        }
+        weight->buffer = buffer;
+        is_taken = ggml_backend_dev_supports_op(device, op);
+    }
+    if (buffer) {
+        ggml_backend_buffer_free(buffer);
+    }
+    if (context) {
+        ggml_free(context);
+    }
+    return is_taken;
+}
+
+/* Lists the homes of this machine in weights->homes, fast layouts in the device's order of preference. */
+static void list_homes(loader *l) {
+    dt_weights *w = l->weights;
+    w->homes[HOME_PLAIN].type = ggml_backend_dev_buffer_type(l->device);
+    w->n_homes = HOME_FIRST_EXTRA;
+    if (l->params.no_extra_buffers) {
+        return;
+    }
+    const ggml_backend_dev_get_extra_bufts_t get_types = (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(l->device), "ggml_backend_dev_get_extra_bufts");
+    ggml_backend_buffer_type_t *types = get_types ? get_types(l->device) : NULL;
+    for (; types && *types && w->n_homes < HOME_FIRST_EXTRA + MAX_EXTRA_TYPES; types++) {
+        if (strcmp(ggml_backend_buft_name(*types), "AMX") == 0 && !dt_amx_usable()) {
+            dt_log(DT_LOG_INFO, "weights: AMX is listed by this CPU but does not work; it is left out");
+        } else {
+            w->homes[w->n_homes++].type = *types;
+        }
+    }
+}
+
+static int32_t choose_home(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
+    if (request->use == DT_USE_MATMUL || request->use == DT_USE_MATMUL_ID) {
+        for (int32_t h = HOME_FIRST_EXTRA; h < l->weights->n_homes; h++) {
+            if (layout_takes(l->device, l->weights->homes[h].type, request, t)) {
+                return h;
+            }
+        }
+    }
+    const bool is_converted = request->use == DT_USE_ELEMENTWISE && t->type != GGML_TYPE_F32;
+    const bool is_aligned = t->offset % ggml_backend_buft_get_alignment(l->weights->homes[HOME_PLAIN].type) == 0;
+    return l->params.no_mmap || is_converted || !is_aligned ? HOME_PLAIN : HOME_MAPPED;
+}
+
+/* Finds or adds the placement of `t` in `home` with `type`. Capacity for one per request was allocated. */
+static placement *place(dt_weights *w, const dt_gguf_tensor *t, int32_t home_index, enum ggml_type type) {
+    for (int32_t i = 0; i < w->n_placements; i++) {
+        placement *p = &w->placements[i];
+        if (p->source == t && p->home == home_index && p->tensor->type == type) {
+            return p;
+        }
+    }
+    struct ggml_tensor *tensor = ggml_new_tensor(w->context, type, GGML_MAX_DIMS, t->ne);
+    ggml_set_name(tensor, t->name);
+    placement *p = &w->placements[w->n_placements++];
+    *p = (placement){.source = t, .tensor = tensor, .home = home_index};
+    return p;
+}
+
+static dt_status plan_request(loader *l, const dt_weight_request *request, bool *is_used) {
+    *request->out = NULL;
+    const dt_gguf_tensor *t = dt_gguf_find(l->gguf, request->name);
+    if (!t && request->required) {
+        return dt_fail(l->error, DT_ERR_FORMAT, "%s lacks the tensor '%s'; convert the model again", dt_gguf_path(l->gguf),
+                       request->name);
+    }
+    if (!t) {
+        return DT_OK;
+    }
+    dt_status status = check_shape(l, request, t);
+    if (!status) {
+        status = check_type(l, request, t);
+    }
+    if (status) {
+        return status;
+    }
+    const enum ggml_type type = request->use == DT_USE_ELEMENTWISE ? GGML_TYPE_F32 : t->type;
+    *request->out = place(l->weights, t, choose_home(l, request, t), type)->tensor;
+    is_used[t - l->gguf->tensors] = true;
+    return DT_OK;
+}
+
+/* Sums up what is used, each tensor once; the main type is that of most bytes in matrices. */
+static void sum_up(loader *l, const bool *is_used) {
+    dt_weights *w = l->weights;
+    uint64_t type_bytes[GGML_TYPE_COUNT] = {0};
+    enum ggml_type main_type = GGML_TYPE_F32;
+    for (int64_t i = 0; i < l->gguf->n_tensors; i++) {
+        const dt_gguf_tensor *t = &l->gguf->tensors[i];
+        if (!is_used[i]) {
+            continue;
+        }
+        w->bytes += t->bytes;
+        w->n_params += (uint64_t)(t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3]);
+        if (count_dims(t->ne) > 1) {
+            type_bytes[t->type] += t->bytes;
+        }
+        if (type_bytes[t->type] > type_bytes[main_type]) {
+            main_type = t->type;
+        }
+    }
+    snprintf(w->main_type, sizeof w->main_type, "%s", ggml_type_name(main_type));
+    for (char *c = w->main_type; *c; c++) {
+        *c = (char)toupper((unsigned char)*c);
+    }
+}
+
+static dt_status plan(loader *l, const dt_weight_request *requests, int32_t n_requests) {
+    dt_weights *w = l->weights;
+    const size_t n = (size_t)DT_MAX(n_requests, 1);
+    bool *is_used = calloc((size_t)DT_MAX(l->gguf->n_tensors, 1), sizeof *is_used);
+    w->placements = calloc(n, sizeof *w->placements);
+    w->context = ggml_init((struct ggml_init_params){.mem_size = n * ggml_tensor_overhead(), .mem_buffer = NULL, .no_alloc = true});
+    dt_status status = DT_OK;
+    if (!is_used || !w->placements || !w->context) {
+        status = dt_fail_memory(l->error, n * sizeof *w->placements, "the table of weights");
+    }
+    list_homes(l);
+    for (int32_t i = 0; i < n_requests && !status; i++) {
+        status = plan_request(l, &requests[i], is_used);
+    }
+    if (!status) {
+        status = check_unused(l, is_used);
+    }
+    if (!status) {
+        sum_up(l, is_used);
+    }
+    free(is_used);
+    return status;
+}
+
+/* ---- files -------------------------------------------------------------------------------------- */
+
+static dt_status open_part_file(loader *l, int32_t index) {
+    const dt_gguf_part *part = &l->gguf->parts[index];
+    open_part *open_here = &l->weights->parts[index];
+    struct stat info;
+    open_here->file = open(part->path, O_RDONLY | O_CLOEXEC);
+    if (open_here->file < 0 || fstat(open_here->file, &info) != 0) {
+        return dt_fail(l->error, DT_ERR_IO, "cannot open the model file %s: %s", part->path, strerror(errno));
+    }
+    if ((uint64_t)info.st_size != part->bytes) {
+        return dt_fail(l->error, DT_ERR_IO, "%s changed while it was read", part->path);
+    }
+    if (l->params.no_mmap) {
+        return DT_OK;
+    }
+    open_here->bytes = (size_t)part->bytes;
+    void *mapping = mmap(NULL, open_here->bytes, PROT_READ, MAP_PRIVATE, open_here->file, 0);
+    if (mapping == MAP_FAILED) {
+        return dt_fail(l->error, DT_ERR_IO, "cannot map the model file %s: %s", part->path, strerror(errno));
+    }
+    open_here->mapping = mapping;
+    posix_madvise(mapping, open_here->bytes, POSIX_MADV_WILLNEED);
+    open_here->buffer = ggml_backend_dev_buffer_from_host_ptr(l->device, mapping, open_here->bytes, open_here->bytes);
+    if (!open_here->buffer) {
+        return dt_fail_memory(l->error, 0, "ggml's view of the mapped model");
+    }
+    ggml_backend_buffer_set_usage(open_here->buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    return DT_OK;
+}
+
+static dt_status open_files(loader *l) {
+    dt_weights *w = l->weights;
+    w->parts = calloc((size_t)l->gguf->n_parts, sizeof *w->parts);
+    if (!w->parts) {
+        return dt_fail_memory(l->error, (size_t)l->gguf->n_parts * sizeof *w->parts, "the parts of a model");
+    }
+    w->n_parts = l->gguf->n_parts;
+    for (int32_t i = 0; i < w->n_parts; i++) {
+        w->parts[i].file = -1;
+    }
+    dt_status status = DT_OK;
+    for (int32_t i = 0; i < w->n_parts && !status; i++) {
+        status = open_part_file(l, i);
+    }
+    return status;
+}
+
+static void close_files(dt_weights *w) {
+    for (int32_t i = 0; i < w->n_parts; i++) {
+        if (w->parts[i].file >= 0) {
+            close(w->parts[i].file);
+        }
+        w->parts[i].file = -1;
+    }
+}
+
+static dt_status read_tensor(const loader *l, const dt_gguf_tensor *t, void *out) {
+    uint64_t done = 0;
+    while (done < t->bytes) {
+        const ssize_t n = pread(l->weights->parts[t->part].file, (char *)out + done,
+                                (size_t)DT_MIN(t->bytes - done, (uint64_t)1 << 30), (off_t)(t->offset + done));
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            return dt_fail(l->error, DT_ERR_IO, "cannot read tensor '%s' of %s: %s", t->name, part_path(l, t),
+                           n < 0 ? strerror(errno) : "the file became shorter");
+        }
+        done += (uint64_t)n;
+    }
+    return DT_OK;
+}
+
+/* ---- buffers ------------------------------------------------------------------------------------ */
+
+/* Memory that can be taken without swapping, SIZE_MAX where the system does not tell. */
+static size_t available_memory(void) {
+    unsigned long long kib = 0;
+    bool is_known = false;
+    char line[128];
+    FILE *file = fopen("/proc/meminfo", "r");
+    if (!file) {
+        return SIZE_MAX;
+    }
+    while (!is_known && fgets(line, sizeof line, file)) {
+        is_known = sscanf(line, "MemAvailable: %llu kB", &kib) == 1;
+    }
+    fclose(file);
+    return is_known ? (size_t)kib * 1024 : SIZE_MAX;
+}
+
+static size_t padded_bytes(const home *where, const struct ggml_tensor *tensor) {
+    return DT_ROUND_UP(ggml_backend_buft_get_alloc_size(where->type, tensor), ggml_backend_buft_get_alignment(where->type));
+}
+
+static dt_status allocate_homes(loader *l) {
+    dt_weights *w = l->weights;
+    size_t total = 0;
+    for (int32_t i = 0; i < w->n_placements; i++) {
+        const placement *p = &w->placements[i];
+        if (p->home == HOME_MAPPED) {
+            w->homes[HOME_MAPPED].bytes += p->source->bytes;
+            continue;
+        }
+        const size_t bytes = padded_bytes(&w->homes[p->home], p->tensor);
+        w->homes[p->home].bytes += bytes;
+        total += bytes;
+    }
+    const size_t available = available_memory();
+    if (total > available) {
+        return dt_fail(l->error, DT_ERR_MEMORY,
+                       "the weights of %s need %.0f MiB of memory, but only %.0f MiB are available; close other programs or use a "
+                       "smaller quantization",
+                       dt_gguf_path(l->gguf), (double)total / MIB, (double)available / MIB);
+    }
+    for (int32_t h = HOME_MAPPED; h < w->n_homes; h++) {
+        home *where = &w->homes[h];
+        if (where->bytes == 0) {
+            continue;
+        }
+        dt_log(DT_LOG_DEBUG, "weights: %.2f MiB %s", (double)where->bytes / MIB,
+               h == HOME_MAPPED ? "used where the file is mapped" : ggml_backend_buft_name(where->type));
+        if (h == HOME_MAPPED) {
+            continue;
+        }
+        where->buffer = ggml_backend_buft_alloc_buffer(where->type, where->bytes);
+        if (!where->buffer) {
+            return dt_fail_memory(l->error, where->bytes, "weights");
+        }
+        ggml_backend_buffer_set_usage(where->buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    }
+    return DT_OK;
+}
+
+/* The mapped pages that lie wholly inside a copied tensor need not stay in memory. */
+static void drop_pages(const open_part *part, const dt_gguf_tensor *t) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const size_t begin = DT_ROUND_UP((size_t)t->offset, page), end = (size_t)(t->offset + t->bytes) / page * page;
+    if (begin < end) {
+        madvise(part->mapping + begin, end - begin, MADV_DONTNEED);
+    }
+}
+
+static void convert_to_f32(const dt_gguf_tensor *t, const void *data, float *out) {
+    const int64_t n = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+    if (t->type == GGML_TYPE_F16) {
+        ggml_fp16_to_fp32_row(data, out, n);
+    } else {
+        ggml_bf16_to_fp32_row(data, out, n);
+    }
+}
+
+/* Copies one tensor into its buffer, converted where its type differs. */
+static dt_status fill(const loader *l, const placement *p) {
+    const dt_gguf_tensor *t = p->source;
+    const open_part *part = &l->weights->parts[t->part];
+    const bool is_converted = p->tensor->type != t->type;
+    void *staging = NULL;
+    const void *data = part->mapping ? part->mapping + t->offset : NULL;
+    if (!data && p->home == HOME_PLAIN && !is_converted) {
+        return read_tensor(l, t, p->tensor->data);
+    }
+    if (!data) {
+        staging = malloc((size_t)t->bytes);
+        if (!staging) {
+            return dt_fail_memory(l->error, (size_t)t->bytes, "reading a tensor");
+        }
+        const dt_status status = read_tensor(l, t, staging);
+        if (status) {
+            free(staging);
+            return status;
+        }
+        data = staging;
+    }
+    if (is_converted) {
+        convert_to_f32(t, data, p->tensor->data);
+    } else {
+        ggml_backend_tensor_set(p->tensor, data, 0, (size_t)t->bytes);
+    }
+    if (part->mapping) {
+        drop_pages(part, t);
+    }
+    free(staging);
+    return DT_OK;
+}
+
+static dt_status fill_homes(loader *l) {
+    dt_weights *w = l->weights;
+    size_t used[HOME_FIRST_EXTRA + MAX_EXTRA_TYPES] = {0};
+    for (int32_t i = 0; i < w->n_placements; i++) {
+        placement *p = &w->placements[i];
+        home *where = &w->homes[p->home];
+        const open_part *part = &w->parts[p->source->part];
+        ggml_backend_buffer_t buffer = p->home == HOME_MAPPED ? part->buffer : where->buffer;
+        char *address = p->home == HOME_MAPPED ? (char *)part->mapping + p->source->offset
+                                               : (char *)ggml_backend_buffer_get_base(buffer) + used[p->home];
+        if (ggml_backend_tensor_alloc(buffer, p->tensor, address) != GGML_STATUS_SUCCESS) {
+            return dt_fail(l->error, DT_ERR_INTERNAL, "ggml does not take tensor '%s' of %s", p->source->name,
+                           part_path(l, p->source));
+        }
+        if (p->home == HOME_MAPPED) {
+            continue;
+        }
+        used[p->home] += padded_bytes(where, p->tensor);
+        const dt_status status = fill(l, p);
+        if (status) {
+            return status;
+        }
+    }
+    return DT_OK;
+}
+
+/* ---- the public part ---------------------------------------------------------------------------- */
+
+dt_status dt_weights_load(const dt_gguf *gguf, ggml_backend_dev_t device, const dt_model_params *params,
+                          const dt_weight_request *requests, int32_t n_requests, dt_weights **out, dt_error *error) {
+    *out = NULL;
+    loader l = {.gguf = gguf, .device = device, .weights = calloc(1, sizeof(dt_weights)), .error = error};
+    if (!l.weights) {
+        return dt_fail_memory(error, sizeof(dt_weights), "the weights");
+    }
+    if (params) {
+        l.params = *params;
+    }
+    dt_status status = plan(&l, requests, n_requests);
+    if (!status) {
+        status = open_files(&l);
+    }
+    if (!status) {
+        status = allocate_homes(&l);
+    }
+    if (!status) {
+        status = fill_homes(&l);
+    }
+    close_files(l.weights);
+    if (status) {
+        for (int32_t i = 0; i < n_requests; i++) {
+            *requests[i].out = NULL;
+        }
+        dt_weights_free(l.weights);
+        return status;
+    }
+    *out = l.weights;
+    return DT_OK;
+}
+
+void dt_weights_free(dt_weights *weights) {
+    if (!weights) {
+        return;
+    }
+    close_files(weights);
+    for (int32_t h = 0; h < weights->n_homes; h++) {
+        if (weights->homes[h].buffer) {
+            ggml_backend_buffer_free(weights->homes[h].buffer);
+        }
+    }
+    for (int32_t i = 0; i < weights->n_parts; i++) {
+        if (weights->parts[i].buffer) {
+            ggml_backend_buffer_free(weights->parts[i].buffer);
+        }
+        if (weights->parts[i].mapping) {
+            munmap(weights->parts[i].mapping, weights->parts[i].bytes);
+        }
+    }
+    if (weights->context) {
+        ggml_free(weights->context);
+    }
+    free(weights->parts);
+    free(weights->placements);
+    free(weights);
+}
+
+uint64_t dt_weights_bytes(const dt_weights *weights) { return weights->bytes; }
+
+uint64_t dt_weights_n_params(const dt_weights *weights) { return weights->n_params; }
+
+const char *dt_weights_main_type(const dt_weights *weights) { return weights->main_type; }

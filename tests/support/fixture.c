@@ -1,0 +1,126 @@
+#include "support/fixture.h"
+
+#include "support/cmocka_all.h"
+#include "support/compare.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define MAX_TEMPORARY 64
+static char temporary[MAX_TEMPORARY][256];
+static int n_temporary;
+
+static void remove_temporary(void) {
+    for (int i = 0; i < n_temporary; i++) {
+        unlink(temporary[i]);
+    }
+}
+
+static const char *new_temporary(const char *suffix) {
+    assert_true(n_temporary < MAX_TEMPORARY);
+    if (n_temporary == 0) {
+        atexit(remove_temporary);
+    }
+    const char *folder = getenv("TMPDIR");
+    snprintf(temporary[n_temporary], sizeof temporary[0], "%s/dt-test-%d-%d%s", folder ? folder : "/tmp", (int)getpid(),
+             n_temporary, suffix);
+    return temporary[n_temporary++];
+}
+
+const char *write_tiny(const tiny_model_params *params) {
+    const char *path = new_temporary(".gguf");
+    assert_true(tiny_model_write(params, path));
+    return path;
+}
+
+const char *real_model_path(void) {
+    const char *path = getenv("DT_TEST_MODEL");
+    return path && access(path, R_OK) == 0 ? path : NULL;
+}
+
+dt_model *open_model(const char *path, bool exact) {
+    dt_error error = {0};
+    dt_model *model = NULL;
+    const dt_model_params params = {.no_extra_buffers = exact};
+    if (dt_model_open(path, &params, &model, &error) != DT_OK) {
+        fail_msg("%s", error.message);
+    }
+    return model;
+}
+
+dt_session *open_session(const dt_model *model, const dt_session_params *params) {
+    dt_error error = {0};
+    dt_session *session = NULL;
+    if (dt_session_new(model, params, &session, &error) != DT_OK) {
+        fail_msg("%s", error.message);
+    }
+    return session;
+}
+
+dt_eviction *eviction_from_json(const dt_model *model, const char *json) {
+    const char *path = new_temporary(".json");
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(json, 1, strlen(json), file), strlen(json));
+    fclose(file);
+    dt_error error = {0};
+    dt_eviction *eviction = NULL;
+    if (dt_eviction_from_file(model, path, &eviction, &error) != DT_OK) {
+        fail_msg("%s", error.message);
+    }
+    return eviction;
+}
+
+static void check_structure(const dt_session *session) {
+    dt_error error = {0};
+    if (dt_session_check(session, &error) != DT_OK) {
+        fail_msg("%s", error.message);
+    }
+}
+
+dt_sync_result sync_tokens(dt_session *session, const int32_t *tokens, size_t n) {
+    dt_error error = {0};
+    dt_sync_result result;
+    if (dt_session_sync(session, tokens, n, NULL, NULL, &result, &error) != DT_OK) {
+        fail_msg("%s", error.message);
+    }
+    check_structure(session);
+    return result;
+}
+
+void append_token(dt_session *session, int32_t token) {
+    dt_error error = {0};
+    if (dt_session_append(session, token, 1.0f, &error) != DT_OK) {
+        fail_msg("%s", error.message);
+    }
+    check_structure(session);
+}
+
+void greedy(dt_session *session, int32_t n_vocab, int32_t *out, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        const float *logits = dt_session_logits(session);
+        assert_non_null(logits);
+        assert_true(all_finite(logits, (size_t)n_vocab));
+        out[i] = argmax(logits, (size_t)n_vocab);
+        append_token(session, out[i]);
+    }
+}
+
+char *read_whole_file(const char *path, size_t *out_n) {
+    FILE *file = fopen(path, "rb");
+    if (!file) {
+        fail_msg("%s can't be read", path);
+        return NULL;
+    }
+    fseek(file, 0, SEEK_END);
+    const long size = ftell(file);
+    rewind(file);
+    char *bytes = malloc((size_t)size + 1);
+    assert_int_equal(fread(bytes, 1, (size_t)size, file), (size_t)size);
+    fclose(file);
+    bytes[size] = '\0';
+    *out_n = (size_t)size;
+    return bytes;
+}
