@@ -1,0 +1,22 @@
+/*
+ * What the parts of the engine share: the insides of a model and of a session.
+ */
+#ifndef DT_ENGINE_H
+#define DT_ENGINE_H
+
+#include "graph/graph.h"
+#include "text/text.h"
+
+struct dt_model {
+    dt_gguf *gguf;
+    dt_decoder *decoder;
+    dt_vocab *vocab; /* NULL: the file has no tokenizer */
+    dt_model_info info;
+};
+
+/* The model a session runs on. */
+const dt_model *dt_session_model(const dt_session *session);
+/* Its cache, for tests that compare with masked references. */
+dt_kv *dt_session_kv(dt_session *session);
+
+#endif

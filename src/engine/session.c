@@ -1,0 +1,410 @@
+/*
+ * dt_session: one timeline. Brings the cache to what the caller says the conversation is, computing only what is new, and
+ * runs eviction rounds between steps.
+ *
+ * Invariants: tokens[0, n_tokens) are exactly the tokens the cache was built from; between calls nothing in the cache
+ * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back.
+ */
+#include "engine/engine.h"
+#include "engine/eviction_config.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define DEFAULT_BATCH 512
+/* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
+#define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
+#define PROGRESS_INTERVAL_US 100000
+
+struct dt_session {
+    const dt_model *model;
+    dt_session_params params; /* with defaults filled in */
+    const dt_attn_kernel *kernel;
+    dt_memory kv_memory, work_memory;
+    dt_kv *kv;
+    dt_graph *graph;
+    int32_t *tokens; /* [n_ctx] */
+    int32_t n_tokens;
+    int32_t whole_from;  /* a rewind to at least this position is possible */
+    const float *logits; /* after the last token; NULL when not computed */
+    bool *observe_layer; /* [L] */
+    dt_session_stats stats;
+    /* the sync in progress */
+    dt_progress_fn progress;
+    void *progress_user;
+    int64_t progress_done, progress_total, progress_last_us;
+};
+
+/* ---- life ---- */
+
+static bool should_abort(void *user) {
+    dt_session *s = user;
+    if (!s->progress) {
+        return false;
+    }
+    const int64_t now = dt_clock_us();
+    if (now - s->progress_last_us < PROGRESS_INTERVAL_US) {
+        return false;
+    }
+    s->progress_last_us = now;
+    return !s->progress(s->progress_done, s->progress_total, s->progress_user);
+}
+
+static dt_status fill_defaults(dt_session *s, const dt_session_params *params, dt_error *error) {
+    const dt_session_params defaults = {0};
+    dt_session_params *p = &s->params;
+    const dt_model_info *info = dt_model_get_info(s->model);
+    *p = params ? *params : defaults;
+    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "context length, batch size and threads can't be negative");
+    }
+    p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
+    p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DEFAULT_BATCH, p->n_ctx);
+    p->n_threads = p->n_threads > 0 ? p->n_threads : dt_physical_cores();
+    p->n_threads_batch = p->n_threads_batch > 0 ? p->n_threads_batch : p->n_threads;
+    p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : 256;
+    if (p->kv_block_tokens % DT_KV_GROUP != 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "a cache block of %d tokens is not a multiple of %d", p->kv_block_tokens,
+                       DT_KV_GROUP);
+    }
+    if (p->n_ctx > info->n_ctx_train) {
+        dt_log(DT_LOG_WARN,
+               "context of %d tokens is longer than the %d the model was trained with; quality will suffer beyond that", p->n_ctx,
+               info->n_ctx_train);
+    }
+    s->kernel = dt_attn_kernel_find(p->kernel, error);
+    return s->kernel ? DT_OK : DT_ERR_ARGUMENT;
+}
+
+static dt_status new_cache(dt_session *s, dt_error *error) {
+    const dt_hparams *hp = &s->model->decoder->hp;
+    dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
+    if (!layers) {
+        return dt_fail_memory(error, (size_t)hp->n_layers * sizeof *layers, "the cache");
+    }
+    for (int32_t i = 0; i < hp->n_layers; i++) {
+        layers[i].n_lanes = hp->n_kv_heads[i];
+        dt_kv_format_init(&layers[i].format, s->params.kv_type, s->params.kv_type, hp->head_dim_k, hp->head_dim_v,
+                          s->params.kv_block_tokens);
+        if (s->params.eviction) {
+            layers[i].budget = *dt_eviction_budget(s->params.eviction, i);
+        }
+    }
+    const dt_status status = dt_kv_new(&s->kv_memory, layers, hp->n_layers, &s->kv, error);
+    free(layers);
+    s->params.eviction = NULL; /* the caller may free it now */
+    return status;
+}
+
+dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error) {
+    dt_session *s = calloc(1, sizeof *s);
+    if (!s) {
+        return dt_fail_memory(error, sizeof *s, "the session");
+    }
+    s->model = model;
+    dt_memory_init(&s->kv_memory);
+    dt_memory_init(&s->work_memory);
+    dt_status status = fill_defaults(s, params, error);
+    if (status == DT_OK) {
+        s->tokens = malloc((size_t)s->params.n_ctx * sizeof *s->tokens);
+        s->observe_layer = calloc((size_t)model->info.n_layers, sizeof *s->observe_layer);
+        if (!s->tokens || !s->observe_layer) {
+            status = dt_fail_memory(error, (size_t)s->params.n_ctx * sizeof *s->tokens, "the tokens");
+        }
+    }
+    if (status == DT_OK) {
+        status = new_cache(s, error);
+    }
+    if (status == DT_OK) {
+        const dt_graph_params graph_params = {.kernel = s->kernel,
+                                              .n_threads = s->params.n_threads,
+                                              .n_threads_batch = s->params.n_threads_batch,
+                                              .should_abort = should_abort,
+                                              .user = s};
+        status = dt_graph_new(model->decoder, &s->work_memory, &graph_params, &s->graph, error);
+    }
+    if (status != DT_OK) {
+        dt_session_free(s);
+        return status;
+    }
+    *out = s;
+    return DT_OK;
+}
+
+void dt_session_free(dt_session *session) {
+    if (!session) {
+        return;
+    }
+    dt_graph_free(session->graph);
+    dt_kv_free(session->kv);
+    free(session->observe_layer);
+    free(session->tokens);
+    free(session);
+}
+
+/* ---- steps ---- */
+
+/* Chooses the layers whose policy will want this batch's attention: those where a round comes within n_remaining more tokens. */
+static bool choose_observed(dt_session *s, int32_t n, int64_t n_remaining) {
+    bool any = false;
+    const bool late = s->params.prefill == DT_PREFILL_STREAMING || n_remaining < OBSERVE_AHEAD;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        const int64_t length = dt_kv_length(s->kv, i) + n + n_remaining;
+        s->observe_layer[i] =
+            late && dt_kv_layer_needs_mass(s->kv, i) && length + OBSERVE_AHEAD > dt_kv_layer(s->kv, i)->budget.max_cache_size;
+        any = any || s->observe_layer[i];
+    }
+    return any;
+}
+
+static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        if (!s->observe_layer[i]) {
+            continue;
+        }
+        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane), view.n_entries, n_observed, weight);
+        }
+    }
+}
+
+/* Computes n tokens after the ones there are; n_remaining more will follow before the next round in full prefill. */
+static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int64_t n_remaining, float weight, dt_error *error) {
+    const bool observe = choose_observed(s, n, n_remaining);
+    const dt_batch batch = {.tokens = tokens,
+                            .n = n,
+                            .first_position = s->n_tokens,
+                            .n_outputs = 1,
+                            .observe_layer = observe ? s->observe_layer : NULL,
+                            .n_observed = DT_MIN(n, DT_OBSERVE_WINDOW)};
+    s->logits = NULL;
+    const float *logits = NULL;
+    const dt_status status = dt_graph_compute(s->graph, s->kv, &batch, &logits, error);
+    if (status != DT_OK) {
+        dt_kv_commit(s->kv, 0);
+        return status;
+    }
+    dt_kv_commit(s->kv, n);
+    if (observe) {
+        fold_masses(s, batch.n_observed, weight);
+    }
+    memcpy(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
+    s->n_tokens += n;
+    s->logits = logits;
+    return DT_OK;
+}
+
+static dt_status evict(dt_session *s, dt_error *error) {
+    const int64_t start = dt_clock_us();
+    dt_round_result result;
+    const dt_status status = dt_kv_round(s->kv, s->n_tokens, &result, error);
+    if (result.n_evicted > 0) {
+        s->whole_from = s->n_tokens;
+    }
+    s->stats.eviction_rounds += result.n_rounds;
+    s->stats.evicted_tokens += result.n_evicted;
+    s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
+    return status;
+}
+
+/* ---- sync ---- */
+
+static size_t common_prefix(const dt_session *s, const int32_t *tokens, size_t n) {
+    const size_t most = DT_MIN(n, (size_t)s->n_tokens);
+    size_t same = 0;
+    while (same < most && s->tokens[same] == tokens[same]) {
+        same++;
+    }
+    return same;
+}
+
+/* Takes the session back to its first `position` tokens, or empties it when that part is no longer whole. */
+static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *result, dt_error *error) {
+    s->logits = NULL;
+    if (position >= (size_t)s->whole_from) {
+        const dt_status status = dt_kv_truncate(s->kv, (int32_t)position, error);
+        if (status == DT_OK) {
+            s->n_tokens = (int32_t)position;
+            result->how = DT_SYNC_REWOUND;
+        }
+        return status;
+    }
+    dt_log(DT_LOG_INFO,
+           "the conversation changed at token %zu, before the last eviction at token %d: computing it again from the start",
+           position, s->whole_from);
+    dt_kv_clear(s->kv);
+    s->n_tokens = 0;
+    s->whole_from = 0;
+    result->how = DT_SYNC_REBUILT;
+    return DT_OK;
+}
+
+static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_error *error) {
+    dt_status status = DT_OK;
+    while (status == DT_OK && (size_t)s->n_tokens < n) {
+        const size_t left = n - (size_t)s->n_tokens;
+        const int32_t chunk = (int32_t)DT_MIN(left, (size_t)s->params.n_batch);
+        status = step(s, tokens + s->n_tokens, chunk, (int64_t)left - chunk, 1.0f, error);
+        if (status == DT_OK && (s->params.prefill == DT_PREFILL_STREAMING || (size_t)s->n_tokens == n)) {
+            status = evict(s, error);
+        }
+        s->progress_done += status == DT_OK ? chunk : 0;
+        if (status == DT_OK && s->progress) {
+            s->progress_last_us = dt_clock_us();
+            if (!s->progress(s->progress_done, s->progress_total, s->progress_user) && (size_t)s->n_tokens < n) {
+                status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
+            }
+        }
+    }
+    return status;
+}
+
+dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
+                          dt_sync_result *result, dt_error *error) {
+    dt_session *s = session;
+    dt_sync_result local = {.how = DT_SYNC_NOTHING};
+    result = result ? result : &local;
+    *result = local;
+    if (n == 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "the conversation is empty; give at least one token");
+    }
+    if (n > (size_t)s->params.n_ctx) {
+        return dt_fail(error, DT_ERR_LIMIT,
+                       "%zu tokens don't fit into a context of %d; shorten the text or raise the context length (the model was "
+                       "trained with %d)",
+                       n, s->params.n_ctx, s->model->info.n_ctx_train);
+    }
+    const int64_t start = dt_clock_us();
+    size_t keep = common_prefix(s, tokens, n);
+    if (keep == n && (keep < (size_t)s->n_tokens || !s->logits)) {
+        keep = n - 1; /* the last token's logits have to be computed again */
+    }
+    dt_status status = DT_OK;
+    if (keep < (size_t)s->n_tokens) {
+        status = rewind_to(s, keep, result, error);
+    } else if (keep < n) {
+        result->how = DT_SYNC_EXTENDED;
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    result->reused_tokens = s->n_tokens;
+    s->progress = progress;
+    s->progress_user = user;
+    s->progress_done = 0;
+    s->progress_total = (int64_t)n - s->n_tokens;
+    s->progress_last_us = start;
+    status = prefill(s, tokens, n, error);
+    s->progress = NULL;
+    result->computed_tokens = s->n_tokens - result->reused_tokens;
+    result->prefill_ms = (double)(dt_clock_us() - start) / 1000.0;
+    s->stats.prefill_tokens += result->computed_tokens;
+    s->stats.prefill_ms += result->prefill_ms;
+    return status;
+}
+
+dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error) {
+    dt_session *s = session;
+    if (s->n_tokens >= s->params.n_ctx) {
+        return dt_fail(error, DT_ERR_LIMIT,
+                       "the context of %d tokens is full; raise the context length (the model was trained with %d)",
+                       s->params.n_ctx, s->model->info.n_ctx_train);
+    }
+    const int64_t start = dt_clock_us();
+    dt_status status = step(s, &token, 1, 0, dt_query_weight(probability), error);
+    if (status == DT_OK) {
+        status = evict(s, error);
+        s->stats.decode_tokens++;
+    }
+    s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+    return status;
+}
+
+/* ---- views ---- */
+
+const dt_model *dt_session_model(const dt_session *session) { return session->model; }
+
+dt_kv *dt_session_kv(dt_session *session) { return session->kv; }
+
+const float *dt_session_logits(const dt_session *session) { return session->logits; }
+
+const int32_t *dt_session_tokens(const dt_session *session, size_t *out_n) {
+    *out_n = (size_t)session->n_tokens;
+    return session->tokens;
+}
+
+static uint64_t step_bytes(const dt_session *s) {
+    uint64_t bytes = 0;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        const dt_kv_layer_params *layer = dt_kv_layer(s->kv, i);
+        const uint64_t entry = dt_kv_group_bytes(&layer->format) / DT_KV_GROUP + dt_kv_value_row_bytes(&layer->format);
+        bytes += (uint64_t)(dt_kv_mean_length(s->kv, i) * layer->n_lanes) * entry;
+    }
+    return bytes;
+}
+
+void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
+    *out = session->stats;
+    out->kernel = session->kernel->name;
+    out->n_tokens = session->n_tokens;
+    out->n_ctx = session->params.n_ctx;
+    out->n_threads = session->params.n_threads;
+    out->kv_bytes = dt_kv_bytes(session->kv);
+    out->kv_bytes_peak = atomic_load(&session->kv_memory.bytes_peak);
+    out->kv_bytes_full = dt_kv_bytes_for(session->kv, session->n_tokens);
+    out->kv_step_bytes = step_bytes(session);
+    out->attention_ms = (double)dt_graph_attention_us(session->graph) / 1000.0;
+}
+
+static dt_status check_layer(const dt_session *session, int32_t layer, dt_error *error) {
+    if (layer < 0 || layer >= session->model->info.n_layers) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d: the model has layers 0 to %d", layer, session->model->info.n_layers - 1);
+    }
+    return DT_OK;
+}
+
+dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, dt_layer_stats *out) {
+    const dt_status status = check_layer(session, layer, NULL);
+    if (status != DT_OK) {
+        return status;
+    }
+    const dt_budget *budget = &dt_kv_layer(session->kv, layer)->budget;
+    *out = (dt_layer_stats){.policy = budget->policy ? budget->policy->name : "none",
+                            .max_cache_size = budget->max_cache_size,
+                            .length = dt_kv_length(session->kv, layer),
+                            .mean_length = dt_kv_mean_length(session->kv, layer)};
+    return DT_OK;
+}
+
+static int compare_positions(const void *a, const void *b) {
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
+}
+
+dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
+                                    dt_error *error) {
+    const dt_status status = check_layer(session, layer, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    if (kv_head < 0 || kv_head >= session->model->info.n_kv_heads[layer]) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "KV head %d: layer %d has heads 0 to %d", kv_head, layer,
+                       session->model->info.n_kv_heads[layer] - 1);
+    }
+    dt_kv_lane_view view;
+    dt_kv_lane(session->kv, layer, kv_head, &view);
+    const size_t n = (size_t)view.n_entries;
+    int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
+    if (!positions) {
+        return dt_fail_memory(error, n * sizeof *positions, "the positions");
+    }
+    dt_kv_positions(session->kv, layer, kv_head, positions);
+    qsort(positions, n, sizeof *positions, compare_positions);
+    *out = positions;
+    *out_n = n;
+    return DT_OK;
+}
+
+dt_status dt_session_check(const dt_session *session, dt_error *error) { return dt_kv_check(session->kv, error); }

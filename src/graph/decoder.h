@@ -1,0 +1,37 @@
+/*
+ * A decoder's hyperparameters and weights: immutable once loaded, shared by every session on the model.
+ * Names of tensors are those of GGUF files; shapes in ggml's order (fastest dimension first).
+ */
+#ifndef DT_GRAPH_DECODER_H
+#define DT_GRAPH_DECODER_H
+
+#include "graph/arch.h"
+
+typedef struct dt_layer_weights {
+    struct ggml_tensor *attn_norm;                                   /* [E] */
+    struct ggml_tensor *wq, *wk, *wv, *wo;                           /* [E, H*D], [E, G*D], [E, G*Dv], [H*Dv, E] */
+    struct ggml_tensor *bq, *bk, *bv, *bo;                           /* or NULL */
+    struct ggml_tensor *ffn_norm;                                    /* [E] */
+    struct ggml_tensor *ffn_gate, *ffn_up, *ffn_down;                /* [E, F], [E, F], [F, E] */
+    struct ggml_tensor *ffn_gate_bias, *ffn_up_bias, *ffn_down_bias; /* or NULL */
+} dt_layer_weights;
+
+typedef struct dt_decoder {
+    dt_hparams hp;
+    ggml_backend_dev_t device;
+    dt_weights *weights;
+    struct ggml_tensor *token_embedding; /* [E, V], in the file's layout, for get_rows */
+    struct ggml_tensor *output_norm;     /* [E] */
+    struct ggml_tensor *output;          /* [E, V], in the layout of matrix products */
+    struct ggml_tensor *rope_factors;    /* [rope_dim/2] or NULL */
+    dt_layer_weights *layers;            /* [L] */
+    uint64_t step_bytes;
+} dt_decoder;
+
+/* Reads hyperparameters, then loads the weights onto the CPU device. */
+dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt_decoder **out, dt_error *error);
+void dt_decoder_free(dt_decoder *decoder);
+/* Bytes of the matrices that one token's computation reads, in the file's layout. */
+uint64_t dt_decoder_step_bytes(const dt_decoder *decoder);
+
+#endif

@@ -1,0 +1,52 @@
+/*
+ * Runs a decoder over a batch of tokens with one session's KV cache: the only big user of ggml.
+ *
+ * The ggml graph of a batch size is built and allocated once and reused as long as batches keep that size, so a
+ * decode step builds nothing: lengths, pointers and positions that change from step to step live in the attention
+ * jobs that the graph's custom operators point to, not in the graph.
+ *
+ * Invariant: dt_graph_compute leaves the batch's entries in the cache uncommitted, whether it succeeds or
+ * fails; the caller commits or takes them back.
+ */
+#ifndef DT_GRAPH_H
+#define DT_GRAPH_H
+
+#include "attn/attn.h"
+#include "graph/decoder.h"
+#include "kv/kv.h"
+
+typedef struct dt_graph dt_graph;
+
+typedef struct dt_graph_params {
+    const dt_attn_kernel *kernel;
+    int32_t n_threads, n_threads_batch; /* for one token, for more */
+    /* Called now and then by the computing thread while a batch of several tokens runs; true stops it. May be NULL. */
+    bool (*should_abort)(void *user);
+    void *user;
+} dt_graph_params;
+
+/* decoder and memory must outlive the graph. */
+dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_graph_params *params, dt_graph **out,
+                       dt_error *error);
+void dt_graph_free(dt_graph *graph);
+
+typedef struct dt_batch {
+    const int32_t *tokens; /* [n] */
+    int32_t n, first_position;
+    int32_t n_outputs;         /* logits wanted for the last n_outputs tokens, >= 1 */
+    const bool *observe_layer; /* [L]: collect attention mass there; NULL = nowhere */
+    int32_t n_observed;        /* of the last n_observed queries, summed */
+} dt_batch;
+
+/* Appends the batch to the cache (uncommitted) and computes. *logits: [n_outputs][V], the graph's own until its next call.
+ * DT_ERR_CANCELLED when should_abort said so. */
+dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error);
+
+/* Attention mass that the last batch's observed queries gave to each entry of a lane; entry order as in the cache before it is
+ * committed. NULL where the layer was not observed. */
+const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane);
+
+/* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
+int64_t dt_graph_attention_us(const dt_graph *graph);
+
+#endif

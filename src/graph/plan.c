@@ -1,0 +1,207 @@
+/*
+ * The decoder graph: one function for every family, driven by the hyperparameters and by which weights are there.
+ *
+ * Attention enters as custom operators chained through their sources: store (keys and values into the cache), attend,
+ * and, where wanted, observe (attention mass). ggml puts a barrier between nodes, which is what the phases of
+ * attn/attn.h need.
+ *
+ * Invariant: the graph holds nothing that changes between batches of its size; see graph.h.
+ */
+#include "graph/plan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define NODES_PER_LAYER 48
+#define NODES_PER_MODEL 32
+
+typedef struct builder {
+    const dt_decoder *decoder;
+    const dt_hparams *hp;
+    struct ggml_context *ctx;
+    dt_plan *plan;
+    dt_layer_op *ops;
+} builder;
+
+/* ---- custom operators ---- */
+
+/* The counters that prepare resets are first used by attend, which starts after the barrier. */
+static void op_store(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    dt_layer_op *op = user;
+    (void)dst;
+    const int64_t start = ith == 0 ? dt_clock_us() : 0;
+    if (ith == 0) {
+        op->kernel->prepare(&op->job);
+    }
+    op->kernel->store(&op->job, ith, nth);
+    if (ith == 0) {
+        op->attention_us += dt_clock_us() - start;
+    }
+}
+
+static void op_attend(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    dt_layer_op *op = user;
+    (void)dst;
+    const int64_t start = ith == 0 ? dt_clock_us() : 0;
+    op->kernel->attend(&op->job, ith, nth);
+    if (ith == 0) {
+        op->attention_us += dt_clock_us() - start;
+    }
+}
+
+static void op_observe(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    dt_layer_op *op = user;
+    (void)dst;
+    if (!op->job.mass_row) {
+        return;
+    }
+    const int64_t start = ith == 0 ? dt_clock_us() : 0;
+    op->kernel->observe(&op->job, ith, nth);
+    if (ith == 0) {
+        op->attention_us += dt_clock_us() - start;
+    }
+}
+
+/* ---- pieces ---- */
+
+static struct ggml_tensor *norm(builder *b, struct ggml_tensor *x, struct ggml_tensor *weight) {
+    return ggml_mul(b->ctx, ggml_rms_norm(b->ctx, x, b->hp->norm_eps), weight);
+}
+
+static struct ggml_tensor *linear(builder *b, struct ggml_tensor *weight, struct ggml_tensor *bias, struct ggml_tensor *x) {
+    struct ggml_tensor *y = ggml_mul_mat(b->ctx, weight, x);
+    return bias ? ggml_add(b->ctx, y, bias) : y;
+}
+
+static struct ggml_tensor *rope(builder *b, struct ggml_tensor *x, int32_t layer) {
+    const dt_hparams *hp = b->hp;
+    const int mode = hp->arch->rope_style == DT_ROPE_NEOX ? GGML_ROPE_TYPE_NEOX : 0;
+    return ggml_rope_ext(b->ctx, x, b->plan->positions, b->decoder->rope_factors, hp->rope_dim, mode, hp->rope_ctx_orig,
+                         hp->rope_base[layer], hp->rope_freq_scale, hp->rope_ext_factor, hp->rope_attn_factor, hp->rope_beta_fast,
+                         hp->rope_beta_slow);
+}
+
+/* x [E, N] -> [Dv*H, N] */
+static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t layer) {
+    const dt_hparams *hp = b->hp;
+    const dt_layer_weights *w = &b->decoder->layers[layer];
+    dt_plan_layer *io = &b->plan->layers[layer];
+    const int64_t n = x->ne[1], n_kv_heads = hp->n_kv_heads[layer];
+
+    struct ggml_tensor *q = linear(b, w->wq, w->bq, x);
+    struct ggml_tensor *k = linear(b, w->wk, w->bk, x);
+    io->v = linear(b, w->wv, w->bv, x);
+    io->q = rope(b, ggml_reshape_3d(b->ctx, q, hp->head_dim_k, hp->n_heads, n), layer);
+    io->k = rope(b, ggml_reshape_3d(b->ctx, k, hp->head_dim_k, n_kv_heads, n), layer);
+
+    struct ggml_tensor *store_args[] = {io->k, io->v};
+    struct ggml_tensor *stored =
+        ggml_custom_4d(b->ctx, GGML_TYPE_F32, 1, 1, 1, 1, store_args, 2, op_store, GGML_N_TASKS_MAX, &b->ops[layer]);
+    struct ggml_tensor *attend_args[] = {io->q, stored};
+    io->out = ggml_custom_4d(b->ctx, GGML_TYPE_F32, (int64_t)hp->n_heads * hp->head_dim_v, n, 1, 1, attend_args, 2, op_attend,
+                             GGML_N_TASKS_MAX, &b->ops[layer]);
+    if (b->plan->observe) {
+        /* reads q: as a source it keeps q's memory from being reused before */
+        struct ggml_tensor *observe_args[] = {io->q, io->out};
+        ggml_build_forward_expand(b->plan->cgraph, ggml_custom_4d(b->ctx, GGML_TYPE_F32, 1, 1, 1, 1, observe_args, 2, op_observe,
+                                                                  GGML_N_TASKS_MAX, &b->ops[layer]));
+    }
+    return io->out;
+}
+
+/* Gated feed-forward: down(act(gate x) * up x). */
+static struct ggml_tensor *feed_forward(builder *b, struct ggml_tensor *x, int32_t layer) {
+    const dt_layer_weights *w = &b->decoder->layers[layer];
+    struct ggml_tensor *up = linear(b, w->ffn_up, w->ffn_up_bias, x);
+    struct ggml_tensor *gate = linear(b, w->ffn_gate, w->ffn_gate_bias, x);
+    struct ggml_tensor *gated =
+        b->hp->arch->activation == DT_ACTIVATION_GELU ? ggml_geglu_split(b->ctx, gate, up) : ggml_swiglu_split(b->ctx, gate, up);
+    return linear(b, w->ffn_down, w->ffn_down_bias, gated);
+}
+
+static struct ggml_tensor *softcap(builder *b, struct ggml_tensor *x, float cap) {
+    return ggml_scale(b->ctx, ggml_tanh(b->ctx, ggml_scale(b->ctx, x, 1.0f / cap)), cap);
+}
+
+static struct ggml_tensor *input(builder *b, int64_t n, const char *name) {
+    struct ggml_tensor *t = ggml_new_tensor_1d(b->ctx, GGML_TYPE_I32, n);
+    ggml_set_input(t);
+    ggml_set_name(t, name);
+    return t;
+}
+
+static void build(builder *b) {
+    const dt_hparams *hp = b->hp;
+    dt_plan *plan = b->plan;
+    plan->tokens = input(b, plan->n_tokens, "tokens");
+    plan->positions = input(b, plan->n_tokens, "positions");
+    plan->output_rows = input(b, plan->n_outputs, "output_rows");
+
+    struct ggml_tensor *x = ggml_get_rows(b->ctx, b->decoder->token_embedding, plan->tokens);
+    if (hp->embedding_scale != 1.0f) {
+        x = ggml_scale(b->ctx, x, hp->embedding_scale);
+    }
+    for (int32_t i = 0; i < hp->n_layers; i++) {
+        const dt_layer_weights *w = &b->decoder->layers[i];
+        struct ggml_tensor *y = attention(b, norm(b, x, w->attn_norm), i);
+        if (i == hp->n_layers - 1 && plan->n_outputs < plan->n_tokens) {
+            /* after the last attention only the wanted rows matter */
+            y = ggml_get_rows(b->ctx, y, plan->output_rows);
+            x = ggml_get_rows(b->ctx, x, plan->output_rows);
+        }
+        x = ggml_add(b->ctx, linear(b, w->wo, w->bo, y), x);
+        x = ggml_add(b->ctx, feed_forward(b, norm(b, x, w->ffn_norm), i), x);
+    }
+    struct ggml_tensor *logits = ggml_mul_mat(b->ctx, b->decoder->output, norm(b, x, b->decoder->output_norm));
+    if (hp->logit_softcap > 0.0f) {
+        logits = softcap(b, logits, hp->logit_softcap);
+    }
+    ggml_set_output(logits);
+    plan->logits = logits;
+    /* with every row wanted, nothing reads output_rows: expand it too, so that it has memory */
+    ggml_build_forward_expand(plan->cgraph, plan->output_rows);
+    ggml_build_forward_expand(plan->cgraph, logits);
+}
+
+dt_status dt_plan_build(dt_plan *plan, const dt_decoder *decoder, dt_layer_op *ops, int32_t n_tokens, int32_t n_outputs,
+                        bool observe, dt_error *error) {
+    const size_t n_layers = (size_t)decoder->hp.n_layers;
+    const size_t max_nodes = n_layers * NODES_PER_LAYER + NODES_PER_MODEL;
+    plan->n_tokens = 0;
+    ggml_free(plan->ctx);
+    plan->ctx = NULL;
+    if (!plan->arena) {
+        plan->arena_bytes = max_nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(max_nodes, false);
+        plan->arena = malloc(plan->arena_bytes);
+        plan->layers = calloc(n_layers, sizeof *plan->layers);
+        plan->allocator = ggml_gallocr_new(ggml_backend_dev_buffer_type(decoder->device));
+        if (!plan->arena || !plan->layers || !plan->allocator) {
+            return dt_fail_memory(error, plan->arena_bytes, "the compute graph");
+        }
+    }
+    plan->ctx = ggml_init((struct ggml_init_params){.mem_size = plan->arena_bytes, .mem_buffer = plan->arena, .no_alloc = true});
+    if (!plan->ctx) {
+        return dt_fail_memory(error, plan->arena_bytes, "the compute graph");
+    }
+    plan->cgraph = ggml_new_graph_custom(plan->ctx, max_nodes, false);
+    plan->n_tokens = n_tokens;
+    plan->n_outputs = n_outputs;
+    plan->observe = observe;
+    builder b = {.decoder = decoder, .hp = &decoder->hp, .ctx = plan->ctx, .plan = plan, .ops = ops};
+    build(&b);
+    if (!ggml_gallocr_alloc_graph(plan->allocator, plan->cgraph)) {
+        plan->n_tokens = 0;
+        return dt_fail(error, DT_ERR_MEMORY, "not enough memory to compute %d tokens at once; use a smaller batch size", n_tokens);
+    }
+    return DT_OK;
+}
+
+void dt_plan_free(dt_plan *plan) {
+    ggml_free(plan->ctx);
+    if (plan->allocator) {
+        ggml_gallocr_free(plan->allocator);
+    }
+    free(plan->layers);
+    free(plan->arena);
+    memset(plan, 0, sizeof *plan);
+}

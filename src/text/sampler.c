@@ -1,0 +1,316 @@
+/*
+ * Chooses the next token from logits, with llama.cpp's chain, defaults and order: repeat penalty, top_k, top_p, min_p,
+ * temperature, draw; a grammar judges the drawn token first and filters the whole vocabulary only when it refuses.
+ *
+ * Greedy sampling without penalty and grammar, the common case of long jobs, makes no candidate list: one pass finds the
+ * maximum. Invariant: logits are read, never written, and a NaN or +infinity among them ends in DT_ERR_COMPUTE, never
+ * in a token.
+ */
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L /* clock_gettime, getpid */
+#endif
+#include "text/text_shim.h"
+
+#include "llama.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define STRIPE 16 /* independent running values, one vector register's worth */
+
+struct dt_sampler {
+    int32_t n_logits;     /* given at each call */
+    int32_t n_candidates; /* those that are tokens */
+    bool plain_greedy;    /* no penalty */
+    uint32_t seed;
+    dt_text_chain *chain;
+    dt_text_grammar *grammar; /* may be NULL */
+    int32_t *banned;          /* end tokens when ignored, and what the model's file forbids */
+    size_t n_banned;
+    llama_token_data *candidates; /* [n_candidates]; made at first use */
+};
+
+dt_sampler_params dt_sampler_default_params(void) {
+    return (dt_sampler_params){.temp = 0.8f,
+                               .top_k = 40,
+                               .top_p = 0.95f,
+                               .min_p = 0.05f,
+                               .repeat_penalty = 1.0f,
+                               .repeat_last_n = 64,
+                               .seed = DT_SEED_RANDOM};
+}
+
+static uint32_t draw_seed(void) {
+    static atomic_uint calls;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t x = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    x ^= (uint64_t)getpid() << 40 ^ (uint64_t)atomic_fetch_add(&calls, 1) << 20;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    const uint32_t seed = (uint32_t)(x ^ (x >> 31));
+    return seed == DT_SEED_RANDOM ? 0 : seed;
+}
+
+static dt_status check_params(const dt_vocab *vocab, const dt_sampler_params *p, dt_error *error) {
+    if (!dt_is_finite(p->temp) || !dt_is_finite(p->top_p) || !dt_is_finite(p->min_p) || !dt_is_finite(p->repeat_penalty)) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "temperature, top_p, min_p and repeat penalty must be finite numbers");
+    }
+    if (!(p->repeat_penalty > 0.0f) || !dt_is_finite(1.0f / p->repeat_penalty)) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "the repeat penalty must be above 0; 1 switches it off");
+    }
+    if (p->grammar != NULL && p->json_schema != NULL) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "give a grammar or a JSON schema, not both");
+    }
+    if (vocab == NULL && (p->grammar != NULL || p->json_schema != NULL || p->ignore_end)) {
+        return dt_fail(error, DT_ERR_TOKENIZER,
+                       "the model has no tokenizer, which grammars, JSON schemas and ignoring end tokens need");
+    }
+    return DT_OK;
+}
+
+static dt_status collect_banned(dt_sampler *sampler, const dt_vocab *vocab, bool ignore_end, dt_error *error) {
+    int32_t n_suppressed = 0;
+    const int32_t *suppressed = vocab != NULL ? dt_vocab_suppressed(vocab, &n_suppressed) : NULL;
+    size_t n_end = 0;
+    for (int32_t t = 0; ignore_end && t < sampler->n_candidates; t++) {
+        n_end += dt_vocab_is_end(vocab, t) ? 1 : 0;
+    }
+    if (n_end == 0 && n_suppressed <= 0) {
+        return DT_OK;
+    }
+    sampler->banned = malloc((n_end + (size_t)n_suppressed) * sizeof *sampler->banned);
+    if (sampler->banned == NULL) {
+        return dt_fail_memory(error, (n_end + (size_t)n_suppressed) * sizeof *sampler->banned, "forbidden tokens");
+    }
+    for (int32_t t = 0; ignore_end && t < sampler->n_candidates; t++) {
+        if (dt_vocab_is_end(vocab, t)) {
+            sampler->banned[sampler->n_banned++] = t;
+        }
+    }
+    for (int32_t i = 0; i < n_suppressed; i++) {
+        if (suppressed[i] >= 0 && suppressed[i] < sampler->n_candidates) {
+            sampler->banned[sampler->n_banned++] = suppressed[i];
+        }
+    }
+    return DT_OK;
+}
+
+dt_status dt_text_sampler_new(const dt_vocab *vocab, int32_t n_vocab, int32_t n_ctx, const dt_sampler_params *params,
+                              dt_sampler **out, dt_error *error) {
+    *out = NULL;
+    dt_status status = check_params(vocab, params, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    dt_sampler *sampler = calloc(1, sizeof *sampler);
+    if (sampler == NULL) {
+        return dt_fail_memory(error, sizeof *sampler, "a sampler");
+    }
+    sampler->n_logits = n_vocab;
+    sampler->n_candidates = vocab != NULL ? DT_MIN(n_vocab, dt_vocab_size(vocab)) : n_vocab;
+    const bool penalty_off = params->repeat_penalty == 1.0f || params->repeat_last_n == 0;
+    sampler->plain_greedy = params->temp <= 0.0f && penalty_off;
+    sampler->seed = params->seed == DT_SEED_RANDOM ? draw_seed() : params->seed;
+    status = collect_banned(sampler, vocab, params->ignore_end, error);
+    if (status == DT_OK) {
+        status = dt_text_chain_new(n_vocab, n_ctx, params, sampler->seed, &sampler->chain, error);
+    }
+    if (status == DT_OK && (params->grammar != NULL || params->json_schema != NULL)) {
+        status = dt_text_grammar_new(vocab, params->grammar, params->json_schema, &sampler->grammar, error);
+    }
+    if (status != DT_OK) {
+        dt_sampler_free(sampler);
+        return status;
+    }
+    *out = sampler;
+    return DT_OK;
+}
+
+void dt_sampler_free(dt_sampler *sampler) {
+    if (sampler == NULL) {
+        return;
+    }
+    dt_text_chain_free(sampler->chain);
+    dt_text_grammar_free(sampler->grammar);
+    free(sampler->banned);
+    free(sampler->candidates);
+    free(sampler);
+}
+
+uint32_t dt_sampler_seed(const dt_sampler *sampler) { return sampler->seed; }
+
+/* The largest of n numbers; false when one is NaN or +infinity. Written in stripes so that compilers use vectors. */
+static bool find_maximum(const float *x, int32_t n, float *out) {
+    float best[STRIPE];
+    int32_t bad[STRIPE] = {0};
+    for (int j = 0; j < STRIPE; j++) {
+        best[j] = -INFINITY;
+    }
+    int32_t i = 0;
+    for (; i + STRIPE <= n; i += STRIPE) {
+        for (int j = 0; j < STRIPE; j++) {
+            best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
+            bad[j] |= !(x[i + j] <= FLT_MAX);
+        }
+    }
+    for (; i < n; i++) {
+        best[0] = x[i] > best[0] ? x[i] : best[0];
+        bad[0] |= !(x[i] <= FLT_MAX);
+    }
+    float maximum = best[0];
+    int32_t any_bad = bad[0];
+    for (int j = 1; j < STRIPE; j++) {
+        maximum = best[j] > maximum ? best[j] : maximum;
+        any_bad |= bad[j];
+    }
+    *out = maximum;
+    return !any_bad;
+}
+
+/* e^x for x <= 0 within 1e-6, without a branch or a call: 2^(whole part) by exponent bits, the rest by a polynomial. */
+static inline float exp_negative(float x) {
+    const float y = (x > -87.0f ? x : -87.0f) * 1.44269504f;
+    const int32_t whole = (int32_t)(y - 0.5f); /* truncation upwards of a negative number: nearest */
+    const float r = (y - (float)whole) * 0.693147181f;
+    const float p =
+        1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f + r * 0.00138888889f)))));
+    const union {
+        int32_t bits;
+        float value;
+    } scale = {.bits = (whole + 127) * (1 << 23)};
+    return p * scale.value;
+}
+
+static float probability_of(const float *logits, int32_t n, float maximum, int32_t token) {
+    float sum[STRIPE] = {0};
+    int32_t i = 0;
+    for (; i + STRIPE <= n; i += STRIPE) {
+        for (int j = 0; j < STRIPE; j++) {
+            sum[j] += exp_negative(logits[i + j] - maximum);
+        }
+    }
+    double total = 0;
+    for (; i < n; i++) {
+        total += (double)exp_negative(logits[i] - maximum);
+    }
+    for (int j = 0; j < STRIPE; j++) {
+        total += (double)sum[j];
+    }
+    return (float)((double)exp_negative(logits[token] - maximum) / total);
+}
+
+static bool is_banned(const dt_sampler *sampler, int32_t token) {
+    for (size_t i = 0; i < sampler->n_banned; i++) {
+        if (sampler->banned[i] == token) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static dt_status fill_candidates(dt_sampler *sampler, const float *logits, llama_token_data_array *out, dt_error *error) {
+    const size_t n = (size_t)sampler->n_candidates;
+    if (sampler->candidates == NULL) {
+        sampler->candidates = malloc(n * sizeof *sampler->candidates);
+        if (sampler->candidates == NULL) {
+            return dt_fail_memory(error, n * sizeof *sampler->candidates, "sampling candidates");
+        }
+    }
+    for (size_t i = 0; i < n; i++) {
+        sampler->candidates[i] = (llama_token_data){(llama_token)i, logits[i], 0.0f};
+    }
+    for (size_t i = 0; i < sampler->n_banned; i++) {
+        sampler->candidates[sampler->banned[i]].logit = -INFINITY;
+    }
+    *out = (llama_token_data_array){sampler->candidates, n, -1, false};
+    return DT_OK;
+}
+
+/* Runs the chain over all candidates, after the grammar where asked. */
+static dt_status draw(dt_sampler *sampler, const float *logits, bool grammar_first, int32_t *out_token, dt_error *error) {
+    llama_token_data_array list;
+    dt_status status = fill_candidates(sampler, logits, &list, error);
+    if (status == DT_OK && grammar_first) {
+        status = dt_text_grammar_apply(sampler->grammar, &list, error);
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    size_t allowed = 0; /* those left go to the front: the chain's filters then can't draw a forbidden one */
+    for (size_t i = 0; i < list.size; i++) {
+        if (list.data[i].logit > -INFINITY) {
+            list.data[allowed++] = list.data[i];
+        }
+    }
+    if (allowed == 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT,
+                       grammar_first ? "the grammar allows no token here that could be sampled; allow it to end"
+                                     : "no token may be sampled: every one is forbidden or has probability zero");
+    }
+    list.size = allowed;
+    status = dt_text_chain_apply(sampler->chain, &list, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    if (list.selected < 0 || (size_t)list.selected >= list.size) {
+        return dt_fail(error, DT_ERR_COMPUTE, "the sampler chose no token; check top_p, min_p and the temperature");
+    }
+    *out_token = list.data[list.selected].id;
+    return DT_OK;
+}
+
+static dt_status grammar_permits(dt_sampler *sampler, int32_t token, bool *out, dt_error *error) {
+    llama_token_data one = {token, 0.0f, 0.0f};
+    llama_token_data_array only = {&one, 1, -1, false};
+    dt_status status = dt_text_grammar_apply(sampler->grammar, &only, error);
+    *out = one.logit > -INFINITY;
+    return status;
+}
+
+dt_status dt_sampler_sample(dt_sampler *sampler, const float *logits, int32_t *out_token, float *out_probability, dt_error *error) {
+    float maximum;
+    if (!find_maximum(logits, sampler->n_candidates, &maximum)) {
+        return dt_fail(error, DT_ERR_COMPUTE,
+                       "the model gave a logit that is not a number; the file is damaged, or a value overflowed");
+    }
+    int32_t token = -1;
+    if (sampler->plain_greedy && maximum > -INFINITY) {
+        for (token = 0; logits[token] != maximum; token++) {
+        }
+        token = is_banned(sampler, token) ? -1 : token;
+    }
+    dt_status status = token >= 0 ? DT_OK : draw(sampler, logits, false, &token, error);
+    if (status == DT_OK && sampler->grammar != NULL) {
+        bool permitted = false;
+        status = grammar_permits(sampler, token, &permitted, error);
+        if (status == DT_OK && !permitted) {
+            status = draw(sampler, logits, true, &token, error);
+        }
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    *out_token = token;
+    if (out_probability != NULL) {
+        *out_probability = probability_of(logits, sampler->n_candidates, maximum, token);
+    }
+    return DT_OK;
+}
+
+dt_status dt_sampler_accept(dt_sampler *sampler, int32_t token, bool from_model, dt_error *error) {
+    if (token < 0 || token >= sampler->n_logits) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "there is no token %d; the vocabulary has %d", token, sampler->n_logits);
+    }
+    if (from_model && sampler->grammar != NULL) {
+        dt_status status = dt_text_grammar_accept(sampler->grammar, token, error);
+        if (status != DT_OK) {
+            return status;
+        }
+    }
+    return dt_text_chain_accept(sampler->chain, token, error);
+}
