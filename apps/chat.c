@@ -1,0 +1,275 @@
+/*
+ * Conversations. See chat.h.
+ *
+ * How a turn extends the one before: let `before` be the text that was rendered last turn, ending in the opening of the
+ * reply. The conversation up to and with the reply, rendered now, is `before` + reply + what closes a reply; the whole
+ * rendered now is that + the new turn. So what is new is the text from the end of the reply on, and only that is
+ * tokenized. A template that trims replies still fits: the model's own tokens stay.
+ */
+#define _POSIX_C_SOURCE 200809L /* getline, strdup */
+#include "chat.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+struct dt_chat {
+    dt_run *run;
+    const char *template_name;
+    dt_chat_message *messages; /* contents are owned, except a system prompt's */
+    size_t n_messages, capacity;
+    bool has_system;
+    int32_t *tokens; /* of the conversation, replies included */
+    size_t n_tokens;
+    char *before; /* what was rendered last turn, NULL at first */
+};
+
+static dt_status no_memory(dt_error *error) {
+    snprintf(error->message, sizeof error->message, "out of memory for the conversation");
+    return error->code = DT_ERR_MEMORY;
+}
+
+static dt_status add_message(dt_chat *chat, const char *role, const char *content, dt_error *error) {
+    if (chat->n_messages == chat->capacity) {
+        const size_t capacity = chat->capacity * 2 + 16;
+        dt_chat_message *grown = realloc(chat->messages, capacity * sizeof *grown);
+        if (grown == NULL) {
+            return no_memory(error);
+        }
+        chat->messages = grown;
+        chat->capacity = capacity;
+    }
+    char *copy = strdup(content);
+    if (copy == NULL) {
+        return no_memory(error);
+    }
+    chat->messages[chat->n_messages++] = (dt_chat_message){role, copy};
+    return DT_OK;
+}
+
+dt_status dt_chat_new(dt_run *run, const char *template_name, const char *system_prompt, dt_chat **out, dt_error *error) {
+    dt_chat *chat = calloc(1, sizeof *chat);
+    if (chat == NULL) {
+        return no_memory(error);
+    }
+    chat->run = run;
+    chat->template_name = template_name;
+    const dt_status status = system_prompt != NULL ? add_message(chat, "system", system_prompt, error) : DT_OK;
+    if (status != DT_OK) {
+        dt_chat_free(chat);
+        return status;
+    }
+    *out = chat;
+    return DT_OK;
+}
+
+void dt_chat_free(dt_chat *chat) {
+    if (chat == NULL) {
+        return;
+    }
+    for (size_t i = 0; i < chat->n_messages; i++) {
+        free((char *)chat->messages[i].content);
+    }
+    free(chat->messages);
+    free(chat->tokens);
+    dt_free(chat->before);
+    free(chat);
+}
+
+/* ---- tokens of a turn --------------------------------------------------------------------------- */
+
+static bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
+
+/* Where `reply` ends in `text`, with or without the white space around it; NULL when it isn't at the front. */
+static const char *after_reply(const char *text, const char *reply) {
+    const size_t n = strlen(reply);
+    if (strncmp(text, reply, n) == 0) {
+        return text + n;
+    }
+    size_t from = 0, to = n;
+    while (from < to && is_space(reply[from])) {
+        from++;
+    }
+    while (to > from && is_space(reply[to - 1])) {
+        to--;
+    }
+    while (is_space(*text)) {
+        text++;
+    }
+    return strncmp(text, reply + from, to - from) == 0 ? text + (to - from) : NULL;
+}
+
+static dt_status append_tokens(dt_chat *chat, const int32_t *tokens, size_t n, dt_error *error) {
+    int32_t *grown = realloc(chat->tokens, (chat->n_tokens + n + 1) * sizeof *grown);
+    if (grown == NULL) {
+        return no_memory(error);
+    }
+    chat->tokens = grown;
+    memcpy(grown + chat->n_tokens, tokens, n * sizeof *tokens);
+    chat->n_tokens += n;
+    return DT_OK;
+}
+
+static dt_status append_text(dt_chat *chat, const char *text, size_t n_bytes, bool first, dt_error *error) {
+    int32_t *tokens = NULL;
+    size_t n = 0;
+    dt_status status = dt_tokenize(chat->run->model, text, n_bytes, first, true, &tokens, &n, error);
+    if (status == DT_OK) {
+        status = append_tokens(chat, tokens, n, error);
+    }
+    dt_free(tokens);
+    return status;
+}
+
+/* The template rewrote history: everything is tokenized again, and the session reuses what is still the same. */
+static dt_status retokenize(dt_chat *chat, const char *whole, dt_error *error) {
+    int32_t *old = chat->tokens;
+    const size_t n_old = chat->n_tokens;
+    chat->tokens = NULL;
+    chat->n_tokens = 0;
+    const dt_status status = append_text(chat, whole, strlen(whole), true, error);
+    size_t same = 0;
+    while (status == DT_OK && same < n_old && same < chat->n_tokens && old[same] == chat->tokens[same]) {
+        same++;
+    }
+    free(old);
+    if (status == DT_OK && same < n_old) {
+        dt_report(DT_LOG_INFO, "chat: the template rewrote the conversation from token %zu on; what follows is computed again",
+                  same);
+    }
+    return status;
+}
+
+static dt_status extend_tokens(dt_chat *chat, const char *whole, dt_error *error) {
+    if (chat->before == NULL) {
+        return append_text(chat, whole, strlen(whole), true, error);
+    }
+    char *past = NULL; /* all but the new message */
+    const dt_status status =
+        dt_chat_render(chat->run->model, chat->template_name, chat->messages, chat->n_messages - 1, false, &past, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    const size_t n_before = strlen(chat->before), n_past = strlen(past);
+    const char *reply = chat->messages[chat->n_messages - 2].content;
+    const char *end = NULL;
+    if (strncmp(past, chat->before, n_before) == 0 && strncmp(whole, past, n_past) == 0) {
+        end = after_reply(past + n_before, reply);
+    }
+    const size_t from = end != NULL ? (size_t)(end - past) : 0;
+    dt_free(past);
+    return end != NULL ? append_text(chat, whole + from, strlen(whole + from), false, error) : retokenize(chat, whole, error);
+}
+
+/* ---- turns -------------------------------------------------------------------------------------- */
+
+/* The reply as text for the template: special tokens, NUL bytes and a character cut in the middle are left out. */
+static dt_status keep_reply(dt_chat *chat, size_t first, dt_error *error) {
+    const dt_run *run = chat->run;
+    const size_t n_tokens = run->n_generated - first;
+    size_t n_bytes = 0, used = 0;
+    for (size_t i = 0; i < n_tokens; i++) {
+        n_bytes += dt_token_bytes(run->model, run->generated[first + i], false, NULL, 0);
+    }
+    char *text = malloc(n_bytes + 1);
+    if (text == NULL) {
+        return no_memory(error);
+    }
+    for (size_t i = 0; i < n_tokens; i++) {
+        used += dt_token_bytes(run->model, run->generated[first + i], false, text + used, n_bytes - used);
+    }
+    size_t kept = 0;
+    for (size_t i = 0; i < used; i++) {
+        if (text[i] != 0) {
+            text[kept++] = text[i];
+        }
+    }
+    size_t start = kept; /* of the last character */
+    while (start > 0 && kept - start < 3 && ((unsigned char)text[start - 1] & 0xC0) == 0x80) {
+        start--;
+    }
+    if (start > 0 && (unsigned char)text[start - 1] >= 0xC0) {
+        const unsigned char lead = (unsigned char)text[start - 1];
+        const size_t needed = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : 2;
+        kept = kept - start + 1 < needed ? start - 1 : kept;
+    }
+    text[kept] = 0;
+    dt_status status = add_message(chat, "assistant", text, error);
+    free(text);
+    if (status == DT_OK && n_tokens > 0) {
+        status = append_tokens(chat, run->generated + first, n_tokens, error);
+    }
+    return status;
+}
+
+dt_status dt_chat_turn(dt_chat *chat, const char *text, dt_error *error) {
+    dt_status status = add_message(chat, "user", text, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    char *whole = NULL;
+    status = dt_chat_render(chat->run->model, chat->template_name, chat->messages, chat->n_messages, true, &whole, error);
+    if (status == DT_OK) {
+        status = extend_tokens(chat, whole, error);
+    }
+    size_t first = 0;
+    if (status == DT_OK) {
+        status = dt_run_reply(chat->run, chat->tokens, chat->n_tokens, &first, error);
+    }
+    if (status != DT_OK) {
+        dt_free(whole);
+        return status;
+    }
+    dt_output_end(&chat->run->output);
+    dt_free(chat->before);
+    chat->before = whole;
+    return keep_reply(chat, first, error);
+}
+
+/* Reads a line without its end. False at the end of input or when interrupted. */
+static bool read_line(char **line, size_t *capacity, size_t *out_n) {
+    if (isatty(STDIN_FILENO)) {
+        fputs("> ", stderr);
+    }
+    const ssize_t n = getline(line, capacity, stdin);
+    if (n < 0) {
+        if (isatty(STDIN_FILENO)) {
+            fputc('\n', stderr);
+        }
+        return false;
+    }
+    *out_n = (size_t)n;
+    if (*out_n > 0 && (*line)[*out_n - 1] == '\n') {
+        (*out_n)--;
+    }
+    if (*out_n > 0 && (*line)[*out_n - 1] == '\r') {
+        (*out_n)--;
+    }
+    (*line)[*out_n] = 0;
+    return true;
+}
+
+dt_status dt_chat_loop(dt_chat *chat, const char *first_message, dt_error *error) {
+    char *line = NULL;
+    size_t capacity = 0, n = 0;
+    dt_status status = first_message != NULL ? dt_chat_turn(chat, first_message, error) : DT_OK;
+    while (status == DT_OK && !chat->run->output.closed) {
+        if (dt_interrupted && isatty(STDIN_FILENO)) {
+            dt_interrupted = 0; /* it ended the reply, not the conversation */
+        }
+        if (dt_interrupted || !read_line(&line, &capacity, &n) || strcmp(line, "/exit") == 0) {
+            break;
+        }
+        if (strlen(line) != n) {
+            snprintf(error->message, sizeof error->message,
+                     "a message holds a NUL byte, which a chat template can't take; remove it");
+            status = error->code = DT_ERR_ARGUMENT;
+        } else if (n > 0) {
+            status = dt_chat_turn(chat, line, error);
+        }
+    }
+    free(line);
+    return status;
+}

@@ -1,0 +1,22 @@
+/*
+ * A conversation on the terminal or through a pipe: lines in, replies out, until /exit or the end of input.
+ *
+ * Invariant: the tokens of a turn begin with all tokens of the turn before, the reply as it was generated included, so that
+ * only new ones are computed; where a template rewrites what was said, the log names the first token that differs.
+ */
+#ifndef DT_APPS_CHAT_H
+#define DT_APPS_CHAT_H
+
+#include "run.h"
+
+typedef struct dt_chat dt_chat;
+
+/* template_name and system_prompt may be NULL. The texts must live as long as the chat. */
+dt_status dt_chat_new(dt_run *run, const char *template_name, const char *system_prompt, dt_chat **out, dt_error *error);
+void dt_chat_free(dt_chat *chat);
+/* One turn; the reply goes to run->output. */
+dt_status dt_chat_turn(dt_chat *chat, const char *text, dt_error *error);
+/* Turns until the input ends. first_message may be NULL. */
+dt_status dt_chat_loop(dt_chat *chat, const char *first_message, dt_error *error);
+
+#endif

@@ -1,0 +1,310 @@
+/*
+ * ./main: one model, one conversation, on the command line.
+ *
+ * Order matters here: all that can be refused without the model (flags, files, the place for the statistics) is refused
+ * before it is loaded. Exit code 0: done, also after Ctrl-C or a closed stdout; 1: the run failed; 2: bad usage.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "chat.h"
+#include "options.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct main_options {
+    dt_shared_options shared; /* first: the shared tables' offsets */
+    const char *prompt, *file, *system_prompt, *chat_template;
+    int64_t n_predict;
+    bool conversation, display_prompt, escape;
+} main_options;
+
+#define AT(member) offsetof(main_options, member)
+
+static const dt_option text_rows[] = {
+    {"-p, --prompt", "S", DT_OPTION_TEXT, AT(prompt), 0, 0, "text to go on from; with -cnv the first message"},
+    {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0,
+     "the same from a file, - = stdin; one final newline is dropped, other bytes stay"},
+    {"-n, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, INT32_MAX,
+     "tokens to generate; -1 = to the end of the text, 0 = read only (-1)"},
+    {"-e, --escape", NULL, DT_OPTION_ON, AT(escape), 0, 0,
+     "in -p and -sys \\n, \\r, \\t, \\', \\\", \\\\ and \\xHH stand for what they do in C (on)"},
+    {"--no-escape", NULL, DT_OPTION_OFF, AT(escape), 0, 0, "take -p and -sys as they are"},
+    {"-cnv, --conversation", NULL, DT_OPTION_ON, AT(conversation), 0, 0,
+     "chat with the model's template: a line is a message, /exit ends (off)"},
+    {"-no-cnv, --no-cnv, --no-conversation", NULL, DT_OPTION_OFF, AT(conversation), 0, 0, "go on from the text, no chat"},
+    {"-sys, --system-prompt", "S", DT_OPTION_TEXT, AT(system_prompt), 0, 0, "instruction at the front of a chat"},
+    {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
+    {"--display-prompt", NULL, DT_OPTION_ON, AT(display_prompt), 0, 0, "print the prompt too (off)"},
+    {"--no-display-prompt", NULL, DT_OPTION_OFF, AT(display_prompt), 0, 0, "print the generated text only"},
+};
+
+static const dt_option_group text_options = {"Text", text_rows, sizeof text_rows / sizeof text_rows[0]};
+static const dt_option_group *const groups[] = {&text_options, &dt_model_options, &dt_eviction_options, &dt_sampling_options,
+                                                &dt_output_options};
+#define N_GROUPS (sizeof groups / sizeof groups[0])
+
+static int fail(dt_status status, const dt_error *error, bool setting_up) {
+    dt_report(DT_LOG_ERROR, "%s", error->message);
+    return setting_up && (status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG) ? 2 : 1;
+}
+
+static double milliseconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e3 + (double)now.tv_nsec * 1e-6;
+}
+
+/* ---- what is asked for -------------------------------------------------------------------------- */
+
+static bool check(const main_options *o, char *message, size_t capacity) {
+    const char *wrong = NULL;
+    if (o->prompt != NULL && o->file != NULL) {
+        wrong = "give the prompt with -p or with -f, not both";
+    } else if (o->prompt == NULL && o->file == NULL && !o->conversation) {
+        wrong = "there is nothing to go on from; give a prompt with -p or -f, or chat with -cnv";
+    } else if (!o->conversation && (o->system_prompt != NULL || o->chat_template != NULL)) {
+        wrong = "-sys and --chat-template are for chats; add -cnv";
+    }
+    if (wrong != NULL) {
+        snprintf(message, capacity, "%s", wrong);
+        return false;
+    }
+    return dt_shared_options_check(&o->shared, message, capacity);
+}
+
+static int hex_digit(char c) {
+    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+}
+
+/* A copy with \n, \xHH and so on replaced; unknown ones stay. Free with free(). */
+static char *copy_text(const char *text, bool escape, size_t *out_n) {
+    static const char names[] = "nrt'\"\\", values[] = "\n\r\t'\"\\";
+    char *copy = malloc(strlen(text) + 1), *to = copy;
+    for (; copy != NULL && *text != 0; text++) {
+        const char *known = escape && *text == '\\' && text[1] != 0 ? strchr(names, text[1]) : NULL;
+        if (known != NULL) {
+            *to++ = values[known - names];
+            text++;
+        } else if (escape && text[0] == '\\' && text[1] == 'x' && hex_digit(text[2]) >= 0 && hex_digit(text[3]) >= 0) {
+            *to++ = (char)(hex_digit(text[2]) * 16 + hex_digit(text[3]));
+            text += 3;
+        } else {
+            *to++ = *text;
+        }
+    }
+    if (copy != NULL) {
+        *to = 0;
+        *out_n = (size_t)(to - copy);
+    }
+    return copy;
+}
+
+typedef struct texts {
+    char *prompt, *system_prompt, *grammar; /* NULL where not given */
+    size_t n_prompt;
+} texts;
+
+static void texts_free(texts *t) {
+    free(t->prompt);
+    free(t->system_prompt);
+    free(t->grammar);
+}
+
+static dt_status texts_read(const main_options *o, texts *out, dt_error *error) {
+    size_t n = 0;
+    dt_status status = DT_OK;
+    if (o->file != NULL) {
+        status = dt_read_file(o->file, &out->prompt, &out->n_prompt, error);
+        if (status == DT_OK && out->n_prompt > 0 && out->prompt[out->n_prompt - 1] == '\n') {
+            out->prompt[--out->n_prompt] = 0;
+        }
+    } else if (o->prompt != NULL) {
+        out->prompt = copy_text(o->prompt, o->escape, &out->n_prompt);
+    }
+    if (o->system_prompt != NULL) {
+        out->system_prompt = copy_text(o->system_prompt, o->escape, &n);
+    }
+    if (status == DT_OK && o->shared.grammar_file != NULL) {
+        status = dt_read_file(o->shared.grammar_file, &out->grammar, &n, error);
+    }
+    if (status == DT_OK &&
+        ((o->prompt != NULL && out->prompt == NULL) || (o->system_prompt != NULL && out->system_prompt == NULL))) {
+        snprintf(error->message, sizeof error->message, "out of memory for the prompt");
+        status = error->code = DT_ERR_MEMORY;
+    }
+    if (status == DT_OK && o->conversation && out->prompt != NULL && strlen(out->prompt) != out->n_prompt) {
+        snprintf(error->message, sizeof error->message,
+                 "the first message holds a NUL byte, which a chat template can't take; remove it");
+        status = error->code = DT_ERR_ARGUMENT;
+    }
+    return status;
+}
+
+/* ---- the run ------------------------------------------------------------------------------------ */
+
+static dt_status describe_eviction(const main_options *o, const dt_model *model, const dt_eviction *eviction, dt_error *error) {
+    if (eviction == NULL) {
+        dt_report(DT_LOG_INFO, "TLC: off");
+        return DT_OK;
+    }
+    char *lines = NULL;
+    const dt_status status = dt_eviction_describe(eviction, &lines, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    const char *config = o->shared.eviction_config, *preset = o->shared.eviction_preset;
+    dt_report(DT_LOG_INFO, "TLC: on, %s %s, %d layers, KV %s, prefill %s", config != NULL ? "config" : "preset",
+              config != NULL   ? config
+              : preset != NULL ? preset
+                               : "chat",
+              (int)dt_model_get_info(model)->n_layers, dt_kv_type_word(o->shared.kv_type), dt_prefill_word(o->shared.prefill));
+    for (char *line = lines; line != NULL && *line != 0;) {
+        char *end = strchr(line, '\n');
+        if (end != NULL) {
+            *end++ = 0;
+        }
+        dt_report(DT_LOG_INFO, "%s", line);
+        line = end;
+    }
+    dt_free(lines);
+    return DT_OK;
+}
+
+static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
+    int32_t *tokens = NULL;
+    size_t n = 0, first;
+    dt_status status = dt_tokenize(run->model, t->prompt, t->n_prompt, true, true, &tokens, &n, error);
+    if (status == DT_OK && n == 0 && dt_token_start(run->model) >= 0) {
+        tokens[n++] = dt_token_start(run->model);
+    }
+    if (status == DT_OK && n == 0) {
+        dt_report(DT_LOG_ERROR, "the prompt is empty and this model has no start token to begin from; give it some text");
+        *out_exit = 2;
+    } else if (status == DT_OK) {
+        if (o->display_prompt) {
+            dt_output_write(&run->output, t->prompt, t->n_prompt);
+        }
+        status = dt_run_reply(run, tokens, n, &first, error);
+        if (status == DT_OK || run->output.line_begun) {
+            dt_output_end(&run->output);
+        }
+    }
+    dt_free(tokens);
+    return status;
+}
+
+static dt_status converse(const main_options *o, dt_run *run, const texts *t, dt_error *error) {
+    dt_chat *chat = NULL;
+    dt_status status = dt_chat_new(run, o->chat_template, t->system_prompt, &chat, error);
+    if (status == DT_OK) {
+        status = dt_chat_loop(chat, t->n_prompt > 0 ? t->prompt : NULL, error);
+    }
+    dt_chat_free(chat);
+    return status;
+}
+
+static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats_file *stats, double load_ms) {
+    dt_error error = {0};
+    dt_status status = dt_run_begin(run, &error);
+    if (status != DT_OK) {
+        return fail(status, &error, true);
+    }
+    if (run->sampling.temp > 0) {
+        dt_report(DT_LOG_INFO, "seed: %u", (unsigned)run->sampling.seed);
+    }
+    int exit_code = 0;
+    status = o->conversation ? converse(o, run, t, &error) : complete(o, run, t, &exit_code, &error);
+    if (status != DT_OK) {
+        return fail(status, &error, false);
+    }
+    if (exit_code != 0) {
+        return exit_code;
+    }
+    const dt_run_numbers numbers = {
+        .model = o->shared.model,
+        .prompt_tokens = run->prompt_tokens,
+        .reused_tokens = run->reused_tokens,
+        .generated_tokens = (int64_t)run->n_generated,
+        .load_ms = load_ms,
+        .eviction = o->shared.eviction,
+        .generated = run->generated,
+    };
+    dt_report_timings(&numbers, run->session);
+    status = stats != NULL ? dt_stats_file_write(stats, &numbers, run->model, run->session, &error) : DT_OK;
+    return status == DT_OK ? 0 : fail(status, &error, false);
+}
+
+static int with_model(const main_options *o, const texts *t, dt_model *model, dt_stats_file *stats, double begun) {
+    dt_error error = {0};
+    if (!dt_model_get_info(model)->has_tokenizer) {
+        dt_report(DT_LOG_ERROR, "%s has no tokenizer, so it can't read a text; use a GGUF file that contains one", o->shared.model);
+        return 1;
+    }
+    dt_eviction *eviction = NULL;
+    dt_session_params params;
+    dt_run run = {.model = model, .n_predict = o->n_predict};
+    dt_status status = dt_shared_options_eviction(&o->shared, model, &eviction, &error);
+    if (status == DT_OK) {
+        status = describe_eviction(o, model, eviction, &error);
+    }
+    if (status == DT_OK) {
+        dt_shared_options_session(&o->shared, &params);
+        params.eviction = eviction;
+        status = dt_session_new(model, &params, &run.session, &error);
+    }
+    int exit_code = status == DT_OK ? 0 : fail(status, &error, true);
+    if (exit_code == 0) {
+        dt_shared_options_sampler(&o->shared, t->grammar, &run.sampling);
+        exit_code = generate(o, t, &run, stats, milliseconds_now() - begun);
+    }
+    dt_run_end(&run);
+    dt_session_free(run.session);
+    dt_eviction_free(eviction);
+    return exit_code;
+}
+
+static int run_all(const main_options *o) {
+    dt_error error = {0};
+    texts t = {0};
+    dt_stats_file *stats = NULL;
+    dt_model *model = NULL;
+    dt_status status = texts_read(o, &t, &error);
+    if (status == DT_OK && o->shared.stats_json != NULL) {
+        status = dt_stats_file_open(o->shared.stats_json, &stats, &error);
+    }
+    const double begun = milliseconds_now();
+    if (status == DT_OK) {
+        status = dt_model_open(o->shared.model, NULL, &model, &error);
+    }
+    const int exit_code = status == DT_OK ? with_model(o, &t, model, stats, begun) : fail(status, &error, false);
+    dt_model_close(model);
+    dt_stats_file_free(stats);
+    texts_free(&t);
+    return exit_code;
+}
+
+int main(int argc, char **argv) {
+    char message[512];
+    main_options o = {.n_predict = -1, .escape = true};
+    dt_shared_options_init(&o.shared);
+    dt_run_signals();
+    const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
+    if (o.shared.help) {
+        printf("usage: %s -m FILE (-p TEXT | -f FILE | -cnv) [flags]\n", argv[0]);
+        dt_options_help(stdout, groups, N_GROUPS);
+        return 0;
+    }
+    if (o.shared.version) {
+        printf("DeepTutor %s\n", DT_VERSION);
+        return 0;
+    }
+    if (!parsed || !check(&o, message, sizeof message)) {
+        fprintf(stderr, "error: %s\n", message);
+        return 2;
+    }
+    dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
+    return run_all(&o);
+}

@@ -1,0 +1,82 @@
+/*
+ * Command-line flags, shared by the programs: a table per group of flags, one parser, one help text.
+ *
+ * Invariants: a value is accepted whole or refused with a sentence; numbers are read the same in every locale; nothing is
+ * printed here. A program's options begin with dt_shared_options, so that the shared tables' offsets fit it.
+ */
+#ifndef DT_APPS_OPTIONS_H
+#define DT_APPS_OPTIONS_H
+
+#include "deeptutor.h"
+
+#include <stdio.h>
+
+typedef enum dt_option_kind {
+    DT_OPTION_ON,     /* bool */
+    DT_OPTION_OFF,    /* bool */
+    DT_OPTION_INT,    /* int64_t */
+    DT_OPTION_NUMBER, /* double */
+    DT_OPTION_TEXT,   /* const char *, points into argv */
+    DT_OPTION_CHOICE  /* int64_t, index into the words of `value` */
+} dt_option_kind;
+
+typedef struct dt_option {
+    const char *names; /* "-n, --n-predict" */
+    const char *value; /* "N", or a choice's words "full|streaming"; NULL for ON and OFF */
+    dt_option_kind kind;
+    size_t offset;           /* of the member, whose type is given above */
+    double minimum, maximum; /* INT and NUMBER */
+    const char *help;
+} dt_option;
+
+typedef struct dt_option_group {
+    const char *title;
+    const dt_option *options;
+    size_t n_options;
+} dt_option_group;
+
+typedef struct dt_shared_options {
+    /* model and session */
+    const char *model;
+    int64_t n_threads, n_threads_batch, n_batch, n_ctx;
+    int64_t kv_type, prefill, kernel; /* choices */
+    /* eviction */
+    bool eviction;
+    const char *eviction_config, *eviction_preset;
+    int64_t max_cache_size, min_cache_size; /* 0 and -1: not given */
+    /* sampling */
+    double temp, top_p, min_p, repeat_penalty;
+    int64_t top_k, seed;
+    const char *grammar, *grammar_file, *json_schema;
+    bool ignore_end;
+    /* output */
+    const char *stats_json;
+    int64_t log_level; /* dt_log_level */
+    bool progress, version, help;
+} dt_shared_options;
+
+extern const dt_option_group dt_model_options, dt_eviction_options, dt_sampling_options, dt_output_options;
+
+void dt_shared_options_init(dt_shared_options *options);
+
+/* Fills *options from argv. Returns false with a sentence in message. */
+bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options, char *message,
+                      size_t capacity);
+void dt_options_help(FILE *file, const dt_option_group *const *groups, size_t n_groups);
+
+/* Whole-string numbers, with a point whatever the locale. False when `text` is none or doesn't fit. */
+bool dt_parse_int(const char *text, int64_t *out);
+bool dt_parse_number(const char *text, double *out);
+
+/* Flags that don't go together: false with a sentence. */
+bool dt_shared_options_check(const dt_shared_options *options, char *message, size_t capacity);
+/* What the flags mean to the library. grammar: the text of --grammar-file, or NULL. *out_eviction is NULL when it is off. */
+void dt_shared_options_sampler(const dt_shared_options *options, const char *grammar, dt_sampler_params *out);
+void dt_shared_options_session(const dt_shared_options *options, dt_session_params *out);
+dt_status dt_shared_options_eviction(const dt_shared_options *options, const dt_model *model, dt_eviction **out_eviction,
+                                     dt_error *error);
+/* The word of a choice: "f16", "full"... */
+const char *dt_kv_type_word(int64_t choice);
+const char *dt_prefill_word(int64_t choice);
+
+#endif

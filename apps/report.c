@@ -1,0 +1,299 @@
+/*
+ * Log, progress bar, timings, --stats-json. See report.h.
+ *
+ * The programs call no setlocale, so printf writes points; jansson does so in any locale. The JSON goes to a file of
+ * another name in the same folder and is renamed over the target, unless the target is no regular file (/dev/null).
+ */
+#define _POSIX_C_SOURCE 200809L /* getpid, clock_gettime */
+#define _DEFAULT_SOURCE         /* realpath, strdup on glibc */
+#include "report.h"
+
+#include <jansson.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define BAR_COLUMNS 80
+#define BAR_DELAY_S 0.5 /* what is quicker needs no bar */
+
+static struct {
+    dt_log_level level;
+    bool bar, drawn;
+    double started, last; /* seconds; started 0 = no progress yet */
+} report;
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static void wipe_bar(void) {
+    if (report.drawn) {
+        fprintf(stderr, "\r%*s\r", BAR_COLUMNS - 1, "");
+        report.drawn = false;
+    }
+}
+
+static void print_line(dt_log_level level, const char *line) {
+    if (level <= report.level) {
+        wipe_bar();
+        fprintf(stderr, "%s%s\n", level == DT_LOG_ERROR ? "error: " : level == DT_LOG_WARN ? "warning: " : "", line);
+    }
+}
+
+static void receive_log(dt_log_level level, const char *line, void *user) {
+    (void)user;
+    print_line(level, line);
+}
+
+void dt_report_init(dt_log_level level, bool bar) {
+    report.level = level;
+    report.bar = bar && level >= DT_LOG_INFO && isatty(STDERR_FILENO);
+    dt_log_set(receive_log, NULL);
+}
+
+void dt_report(dt_log_level level, const char *format, ...) {
+    char line[2048];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(line, sizeof line, format, arguments);
+    va_end(arguments);
+    print_line(level, line);
+}
+
+bool dt_report_has_bar(void) { return report.bar; }
+
+void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_session *session) {
+    if (!report.bar) {
+        return;
+    }
+    const double now = seconds_now();
+    if (report.started == 0) {
+        report.started = now;
+    }
+    const double elapsed = now - report.started;
+    if (elapsed < BAR_DELAY_S || now - report.last < 0.1) {
+        return;
+    }
+    report.last = now;
+    dt_session_stats stats;
+    dt_session_get_stats(session, &stats);
+    char percent[32] = "", line[BAR_COLUMNS];
+    if (total > 0) {
+        snprintf(percent, sizeof percent, "%3d %%  ", (int)(100 * done / total));
+    }
+    snprintf(line, sizeof line, "%s %s%lld tokens  %.1f tokens/s  KV %.1f MiB", what, percent, (long long)done,
+             (double)done / elapsed, (double)stats.kv_bytes / 1048576.0);
+    fprintf(stderr, "\r%-*s", BAR_COLUMNS - 1, line);
+    fflush(stderr);
+    report.drawn = true;
+}
+
+void dt_report_progress_end(void) {
+    wipe_bar();
+    report.started = report.last = 0;
+}
+
+static double per_second(int64_t n, double ms) { return n > 0 && ms > 0 ? (double)n * 1000.0 / ms : 0; }
+
+void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session) {
+    dt_session_stats s;
+    dt_session_get_stats(session, &s);
+    dt_report(DT_LOG_INFO, "load     %10.1f ms", numbers->load_ms);
+    dt_report(DT_LOG_INFO, "prefill  %10.1f ms  %7lld tokens  %9.1f tokens/s  (%lld reused)", s.prefill_ms,
+              (long long)s.prefill_tokens, per_second(s.prefill_tokens, s.prefill_ms), (long long)numbers->reused_tokens);
+    dt_report(DT_LOG_INFO, "decode   %10.1f ms  %7lld tokens  %9.1f tokens/s", s.decode_ms, (long long)s.decode_tokens,
+              per_second(s.decode_tokens, s.decode_ms));
+    if (numbers->eviction) {
+        dt_report(DT_LOG_INFO, "eviction %10.1f ms  %7lld rounds  %lld tokens evicted", s.eviction_ms, (long long)s.eviction_rounds,
+                  (long long)s.evicted_tokens);
+        if (s.eviction_rounds == 0) {
+            dt_report(DT_LOG_INFO, "TLC: budget not reached: nothing was evicted");
+        }
+    }
+    dt_report(DT_LOG_INFO, "KV cache %10.1f MiB now  %.1f MiB peak  %.1f MiB with full caching", (double)s.kv_bytes / 1048576.0,
+              (double)s.kv_bytes_peak / 1048576.0, (double)s.kv_bytes_full / 1048576.0);
+}
+
+/* ---- stats file --------------------------------------------------------------------------------- */
+
+struct dt_stats_file {
+    char *path;      /* where it shall be, links followed */
+    char *temporary; /* NULL: written in place, since the target is no regular file */
+};
+
+static char *real_path(const char *path) {
+    char *real = realpath(path, NULL);
+    return real != NULL ? real : strdup(path);
+}
+
+static dt_status cannot_write(dt_error *error, const char *path, int reason) {
+    snprintf(error->message, sizeof error->message, "%s can't be written: %s; name another file with --stats-json", path,
+             strerror(reason));
+    return error->code = DT_ERR_IO;
+}
+
+dt_status dt_stats_file_open(const char *path, dt_stats_file **out, dt_error *error) {
+    *out = NULL;
+    dt_stats_file *file = calloc(1, sizeof *file);
+    if (file == NULL || (file->path = real_path(path)) == NULL) {
+        free(file);
+        return cannot_write(error, path, ENOMEM);
+    }
+    struct stat info;
+    const bool exists = stat(file->path, &info) == 0;
+    int descriptor = -1;
+    if (exists && !S_ISREG(info.st_mode)) {
+        descriptor = open(file->path, O_WRONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    } else {
+        const size_t capacity = strlen(file->path) + 32;
+        file->temporary = malloc(capacity);
+        if (file->temporary != NULL) {
+            snprintf(file->temporary, capacity, "%s.%ld.tmp", file->path, (long)getpid());
+            descriptor =
+                exists && access(file->path, W_OK) != 0 ? -1 : open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        }
+    }
+    if (descriptor < 0) {
+        const dt_status status = cannot_write(error, path, errno);
+        dt_stats_file_free(file);
+        return status;
+    }
+    close(descriptor);
+    if (file->temporary != NULL) {
+        unlink(file->temporary); /* nothing stays behind if the run is killed */
+    }
+    *out = file;
+    return DT_OK;
+}
+
+void dt_stats_file_free(dt_stats_file *file) {
+    if (file != NULL) {
+        free(file->path);
+        free(file->temporary);
+        free(file);
+    }
+}
+
+/* A path need not be UTF-8, JSON must be: other bytes become U+FFFD. */
+static json_t *json_text(const char *text) {
+    json_t *plain = json_string(text);
+    if (plain != NULL) {
+        return plain;
+    }
+    const size_t n = strlen(text);
+    char *copy = malloc(3 * n + 1), *to = copy;
+    for (size_t i = 0; copy != NULL && i < n; i++) {
+        if ((unsigned char)text[i] < 0x80) {
+            *to++ = text[i];
+        } else {
+            memcpy(to, "\xEF\xBF\xBD", 3);
+            to += 3;
+        }
+    }
+    plain = copy != NULL ? json_stringn(copy, (size_t)(to - copy)) : NULL;
+    free(copy);
+    return plain;
+}
+
+static json_t *json_number(double value) { return json_real(isfinite(value) ? round(value * 1000.0) / 1000.0 : 0); }
+
+static int64_t rss_bytes_peak(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+#if defined(__APPLE__)
+    return (int64_t)usage.ru_maxrss;
+#else
+    return (int64_t)usage.ru_maxrss * 1024;
+#endif
+}
+
+static json_t *json_layers(const dt_session *session, int32_t n_layers) {
+    json_t *list = json_array();
+    for (int32_t i = 0; i < n_layers; i++) {
+        dt_layer_stats layer;
+        if (dt_session_get_layer_stats(session, i, &layer) == DT_OK) {
+            json_array_append_new(list,
+                                  json_pack("{s:i, s:s, s:i, s:i, s:o, s:i}", "layer", (int)i, "policy", layer.policy,
+                                            "max_cache_size", (int)layer.max_cache_size, "length", (int)layer.length, "mean_length",
+                                            json_number(layer.mean_length), "slots_used", (int)layer.slots_used));
+        }
+    }
+    return list;
+}
+
+static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, const dt_session *session) {
+    const dt_model_info *info = dt_model_get_info(model);
+    dt_session_stats s;
+    dt_session_get_stats(session, &s);
+    json_t *tokens = json_array();
+    for (int64_t i = 0; i < numbers->generated_tokens; i++) {
+        json_array_append_new(tokens, json_integer(numbers->generated[i]));
+    }
+    json_t *root = json_object();
+    json_object_set_new(root, "model", json_text(numbers->model));
+    json_object_set_new(root, "arch", json_text(info->architecture));
+    json_object_set_new(root, "n_layers", json_integer(info->n_layers));
+    json_object_set_new(root, "threads", json_integer(s.n_threads));
+    json_object_set_new(root, "kernel", json_text(s.kernel));
+    json_object_set_new(root, "device", json_string("cpu"));
+    json_object_set_new(root, "prompt_tokens", json_integer(numbers->prompt_tokens));
+    json_object_set_new(root, "prefill_ms", json_number(s.prefill_ms));
+    json_object_set_new(root, "prefill_tps", json_number(per_second(s.prefill_tokens, s.prefill_ms)));
+    json_object_set_new(root, "generated_tokens", json_integer(numbers->generated_tokens));
+    json_object_set_new(root, "decode_ms", json_number(s.decode_ms));
+    json_object_set_new(root, "decode_tps", json_number(per_second(s.decode_tokens, s.decode_ms)));
+    json_object_set_new(root, "load_ms", json_number(numbers->load_ms));
+    json_object_set_new(root, "reused_tokens", json_integer(numbers->reused_tokens));
+    json_object_set_new(root, "kv_bytes", json_integer((json_int_t)s.kv_bytes));
+    json_object_set_new(root, "kv_bytes_peak", json_integer((json_int_t)s.kv_bytes_peak));
+    json_object_set_new(root, "kv_bytes_full", json_integer((json_int_t)s.kv_bytes_full));
+    json_object_set_new(root, "rss_bytes_peak", json_integer(rss_bytes_peak()));
+    json_object_set_new(root, "eviction",
+                        json_pack("{s:b, s:I, s:I, s:o}", "enabled", (int)numbers->eviction, "rounds",
+                                  (json_int_t)s.eviction_rounds, "evicted_tokens", (json_int_t)s.evicted_tokens, "ms",
+                                  json_number(s.eviction_ms)));
+    json_object_set_new(root, "layers", json_layers(session, info->n_layers));
+    json_object_set_new(root, "generated_token_ids", tokens);
+    return root;
+}
+
+static bool write_all(const char *path, const char *text) {
+    FILE *file = fopen(path, "wb");
+    if (file == NULL) {
+        return false;
+    }
+    const bool written = fwrite(text, 1, strlen(text), file) == strlen(text) && fputc('\n', file) != EOF && fflush(file) == 0;
+    return (fclose(file) == 0) && written;
+}
+
+dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
+                              dt_error *error) {
+    json_t *root = json_stats(numbers, model, session);
+    char *text = json_dumps(root, JSON_INDENT(2));
+    json_decref(root);
+    if (text == NULL) {
+        return cannot_write(error, file->path, ENOMEM);
+    }
+    const char *target = file->temporary != NULL ? file->temporary : file->path;
+    bool done = write_all(target, text);
+    if (done && file->temporary != NULL) {
+        done = rename(file->temporary, file->path) == 0;
+    }
+    const int reason = errno;
+    if (!done && file->temporary != NULL) {
+        unlink(file->temporary);
+    }
+    free(text);
+    return done ? DT_OK : cannot_write(error, file->path, reason);
+}

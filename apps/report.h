@@ -1,0 +1,41 @@
+/*
+ * What a run tells about itself: log lines, progress bar and timings on stderr, numbers as JSON in a file.
+ *
+ * Invariants: nothing here writes to stdout; the bar is drawn on a terminal only and wiped before any other line; the JSON
+ * file is whole or not there at all, and that it can be written is known before the model is loaded.
+ */
+#ifndef DT_APPS_REPORT_H
+#define DT_APPS_REPORT_H
+
+#include "deeptutor.h"
+
+/* Lines of `level` and above go to stderr; bar: where stderr is a terminal. Becomes the receiver of the library's log. */
+void dt_report_init(dt_log_level level, bool bar);
+void dt_report(dt_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total 0 = unknown. Draws at most ten times a second. */
+void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_session *session);
+/* Wipes the bar, and starts the clock of the next one. */
+void dt_report_progress_end(void);
+bool dt_report_has_bar(void);
+
+/* The numbers of a run. Token counts are summed over the turns of a chat. */
+typedef struct dt_run_numbers {
+    const char *model; /* as given */
+    int64_t prompt_tokens, reused_tokens, generated_tokens;
+    double load_ms;
+    bool eviction;
+    const int32_t *generated; /* [generated_tokens] */
+} dt_run_numbers;
+
+void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session);
+
+typedef struct dt_stats_file dt_stats_file;
+/* Makes sure that `path` can be written, without touching it yet. */
+dt_status dt_stats_file_open(const char *path, dt_stats_file **out, dt_error *error);
+/* Writes all, then puts it in place at once. */
+dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
+                              dt_error *error);
+/* NULL is accepted. */
+void dt_stats_file_free(dt_stats_file *file);
+
+#endif

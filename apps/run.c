@@ -1,0 +1,237 @@
+/*
+ * Generation as programs do it. See run.h.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "run.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+volatile sig_atomic_t dt_interrupted;
+
+static void on_interrupt(int signal_number) {
+    (void)signal_number;
+    if (dt_interrupted) {
+        _exit(130);
+    }
+    dt_interrupted = 1;
+}
+
+void dt_run_signals(void) {
+    int descriptor; /* a write to a closed stdout must fail, not land in a file that got its number */
+    do {
+        descriptor = open("/dev/null", O_RDONLY);
+    } while (descriptor >= 0 && descriptor <= STDERR_FILENO);
+    if (descriptor > STDERR_FILENO) {
+        close(descriptor);
+    }
+    struct sigaction action = {.sa_handler = on_interrupt}; /* no SA_RESTART: it ends a wait for input too */
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    action.sa_handler = SIG_IGN;
+    sigaction(SIGPIPE, &action, NULL);
+}
+
+/* ---- output ------------------------------------------------------------------------------------- */
+
+static void write_bytes(dt_output *output, const char *bytes, size_t n) {
+    if (n == 0 || output->closed || output->error != 0) {
+        return;
+    }
+    if (fwrite(bytes, 1, n, stdout) != n || fflush(stdout) != 0) {
+        output->closed = errno == EPIPE || errno == EBADF;
+        output->error = output->closed ? 0 : errno;
+    }
+    output->line_begun = bytes[n - 1] != '\n';
+}
+
+/* How many bytes the character that begins with `first` has; 1 for a byte that can't begin one. */
+static size_t character_bytes(unsigned char first) {
+    return first >= 0xF0 && first < 0xF8 ? 4 : first >= 0xE0 && first < 0xF0 ? 3 : first >= 0xC2 && first < 0xE0 ? 2 : 1;
+}
+
+void dt_output_write(dt_output *output, const char *bytes, size_t n) {
+    for (size_t i = 0, from = 0; i < n; i++) {
+        const bool continues = ((unsigned char)bytes[i] & 0xC0) == 0x80;
+        if (output->n_held > 0) {
+            if (continues) {
+                output->held[output->n_held++] = bytes[i];
+                if (output->n_held < character_bytes((unsigned char)output->held[0])) {
+                    continue;
+                }
+            }
+            write_bytes(output, output->held, output->n_held); /* whole, or broken by what follows */
+            output->n_held = 0;
+            if (continues) {
+                continue;
+            }
+        }
+        /* a run of whole characters from here */
+        for (from = i; i < n && i + character_bytes((unsigned char)bytes[i]) <= n; i++) {
+        }
+        write_bytes(output, bytes + from, i - from);
+        if (i < n) {
+            output->held[output->n_held++] = bytes[i];
+        }
+    }
+}
+
+void dt_output_end(dt_output *output) {
+    write_bytes(output, output->held, output->n_held);
+    output->n_held = 0;
+    write_bytes(output, "\n", 1);
+    output->line_begun = false;
+}
+
+/* ---- generation --------------------------------------------------------------------------------- */
+
+static dt_status renew_sampler(dt_run *run, dt_error *error) {
+    dt_sampler_free(run->sampler);
+    run->sampler = NULL;
+    run->n_accepted = 0;
+    return dt_sampler_new(run->model, &run->sampling, &run->sampler, error);
+}
+
+dt_status dt_run_begin(dt_run *run, dt_error *error) {
+    const dt_status status = renew_sampler(run, error);
+    if (status == DT_OK) {
+        run->sampling.seed = dt_sampler_seed(run->sampler);
+    }
+    return status;
+}
+
+void dt_run_end(dt_run *run) {
+    dt_sampler_free(run->sampler);
+    free(run->generated);
+}
+
+static bool on_prefill(int64_t done, int64_t total, void *user) {
+    const dt_run *run = user;
+    dt_report_progress("reading", done, total, run->session);
+    return !dt_interrupted;
+}
+
+static bool keep_token(dt_run *run, int32_t token) {
+    if (run->n_generated == run->generated_capacity) {
+        const size_t capacity = run->generated_capacity * 2 + 256;
+        int32_t *grown = realloc(run->generated, capacity * sizeof *grown);
+        if (grown == NULL) {
+            return false;
+        }
+        run->generated = grown;
+        run->generated_capacity = capacity;
+    }
+    run->generated[run->n_generated++] = token;
+    return true;
+}
+
+static bool on_token(int32_t token, void *user) {
+    dt_run *run = user;
+    char bytes[1024];
+    if (!keep_token(run, token)) {
+        run->out_of_memory = true;
+        return false;
+    }
+    const size_t n = dt_token_bytes(run->model, token, false, bytes, sizeof bytes);
+    dt_output_write(&run->output, bytes, n < sizeof bytes ? n : sizeof bytes);
+    if (dt_report_has_bar() && !isatty(STDOUT_FILENO)) {
+        dt_report_progress("writing", (int64_t)run->n_generated, run->n_predict, run->session);
+    }
+    return !dt_interrupted && !run->output.closed && run->output.error == 0;
+}
+
+static dt_status tell_sampler(dt_run *run, const int32_t *tokens, size_t n, dt_error *error) {
+    for (; run->n_accepted < n; run->n_accepted++) {
+        const dt_status status = dt_sampler_accept(run->sampler, tokens[run->n_accepted], false, error);
+        if (status != DT_OK) {
+            return status;
+        }
+    }
+    return DT_OK;
+}
+
+dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, size_t *out_first, dt_error *error) {
+    *out_first = run->n_generated;
+    const bool constrained = run->sampling.grammar != NULL || run->sampling.json_schema != NULL;
+    dt_status status =
+        constrained && run->n_accepted > 0 ? renew_sampler(run, error) : DT_OK; /* each reply follows the grammar anew */
+    if (status == DT_OK) {
+        status = tell_sampler(run, tokens, n, error);
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    dt_sync_result synced = {0};
+    status = dt_session_sync(run->session, tokens, n, on_prefill, run, &synced, error);
+    dt_report_progress_end();
+    if (status != DT_OK) {
+        return status == DT_ERR_CANCELLED && dt_interrupted ? DT_OK : status;
+    }
+    run->prompt_tokens += (int64_t)n;
+    run->reused_tokens += synced.reused_tokens;
+    dt_generate_result result = {0};
+    if (run->n_predict != 0 && !dt_interrupted) {
+        status = dt_generate(run->session, run->sampler, run->n_predict, on_token, run, &result, error);
+    }
+    dt_report_progress_end();
+    run->n_accepted += run->n_generated - *out_first;
+    if (status == DT_OK && run->out_of_memory) {
+        error->code = status = DT_ERR_MEMORY;
+        snprintf(error->message, sizeof error->message, "out of memory for the generated tokens");
+    }
+    if (status == DT_OK && run->output.error != 0) {
+        error->code = status = DT_ERR_IO;
+        snprintf(error->message, sizeof error->message, "the text can't be written to stdout: %s", strerror(run->output.error));
+    }
+    if (status == DT_OK && result.why == DT_STOP_CONTEXT) {
+        dt_report(DT_LOG_WARN, "the text reached the longest length of the conversation and ends here; -c sets it");
+    }
+    return status;
+}
+
+/* ---- files -------------------------------------------------------------------------------------- */
+
+dt_status dt_read_file(const char *path, char **out, size_t *out_n, dt_error *error) {
+    const bool standard = strcmp(path, "-") == 0;
+    FILE *file = standard ? stdin : fopen(path, "rb");
+    size_t n = 0, capacity = 1 << 16;
+    char *text = file != NULL ? malloc(capacity) : NULL;
+    while (text != NULL) {
+        const size_t got = fread(text + n, 1, capacity - n - 1, file);
+        n += got;
+        if (got == 0) {
+            break;
+        }
+        if (capacity - n < 4096) {
+            char *grown = realloc(text, capacity *= 2);
+            if (grown == NULL) {
+                free(text);
+                errno = ENOMEM;
+            }
+            text = grown;
+        }
+    }
+    if (text != NULL && ferror(file)) {
+        free(text);
+        text = NULL;
+    }
+    if (text == NULL) {
+        error->code = DT_ERR_IO;
+        snprintf(error->message, sizeof error->message, "%s can't be read: %s", standard ? "stdin" : path, strerror(errno));
+    } else {
+        text[n] = 0;
+        *out = text;
+        *out_n = n;
+    }
+    const dt_status status = text != NULL ? DT_OK : DT_ERR_IO;
+    if (file != NULL && !standard) {
+        const int reason = errno;
+        fclose(file);
+        errno = reason;
+    }
+    return status;
+}

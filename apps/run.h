@@ -1,0 +1,54 @@
+/*
+ * One run of a program that generates text: tokens in, text to stdout as it comes, interruption, counting.
+ *
+ * Invariants: only whole UTF-8 characters are written, except that at the end whatever is left goes out; nothing but generated
+ * text (and the prompt where asked) reaches stdout; a closed stdout or Ctrl-C ends the run without an error.
+ */
+#ifndef DT_APPS_RUN_H
+#define DT_APPS_RUN_H
+
+#include "report.h"
+
+#include <signal.h>
+
+/* Set by the first Ctrl-C; the second one ends the process with 130. */
+extern volatile sig_atomic_t dt_interrupted;
+/* Ctrl-C as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
+void dt_run_signals(void);
+
+typedef struct dt_output {
+    char held[4]; /* beginning of a character */
+    size_t n_held;
+    bool closed;     /* the reader is gone */
+    int error;       /* errno of another failure to write */
+    bool line_begun; /* something stands on the line */
+} dt_output;
+
+void dt_output_write(dt_output *output, const char *bytes, size_t n);
+/* Lets the held bytes out and ends the line. */
+void dt_output_end(dt_output *output);
+
+typedef struct dt_run {
+    const dt_model *model;
+    dt_session *session;
+    dt_sampler_params sampling;
+    dt_sampler *sampler;
+    int64_t n_predict;
+    dt_output output;
+    int64_t prompt_tokens, reused_tokens; /* over all replies */
+    int32_t *generated;                   /* over all replies */
+    size_t n_generated, generated_capacity;
+    size_t n_accepted; /* tokens of the conversation that the sampler knows */
+    bool out_of_memory;
+} dt_run;
+
+/* run->model, session, sampling and n_predict are set. */
+dt_status dt_run_begin(dt_run *run, dt_error *error);
+void dt_run_end(dt_run *run);
+/* Makes the conversation tokens[n] and generates after it; the reply is run->generated[*out_first..]. */
+dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, size_t *out_first, dt_error *error);
+
+/* The whole of a file, "-" = stdin; NUL-terminated, *out_n without that. Free with free(). */
+dt_status dt_read_file(const char *path, char **out, size_t *out_n, dt_error *error);
+
+#endif
