@@ -41,6 +41,42 @@ function(dt_fetch_llama_sdist file)
     file(REMOVE_RECURSE "${DT_CACHE_DIR}/download")
 endfunction()
 
+# Replaces `from` by `to`, which must stand once in the file.
+function(dt_replace_in file from to)
+    file(READ "${file}" text)
+    string(FIND "${text}" "${from}" first)
+    string(FIND "${text}" "${from}" last REVERSE)
+    if(first EQUAL -1 OR NOT first EQUAL last)
+        message(FATAL_ERROR "The patch of ${file} (deps/README.md) does not fit this version of ggml")
+    endif()
+    string(REPLACE "${from}" "${to}" text "${text}")
+    file(WRITE "${file}" "${text}")
+endfunction()
+
+# ggml's threads wait for each other by spinning without end. On cores that other programs want too, the one that is waited for
+# may not be running: give the core away after about a thousand spins. deps/README.md has what it was measured to do.
+function(dt_patch_llama source)
+    set(file "${source}/ggml/src/ggml-cpu/ggml-cpu.c")
+    dt_replace_in("${file}" [==[
+    while (atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed) {
+        ggml_thread_cpu_relax();
+]==] [==[
+    for (unsigned n_spins = 1; atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed; n_spins++) {
+        if (n_spins % 1024 == 0) {
+            sched_yield();
+        }
+        ggml_thread_cpu_relax();
+]==])
+    dt_replace_in("${file}" [==[
+        // No new work. Keep polling.
+]==] [==[
+        // No new work. Keep polling.
+        if (i % 1024 == 1023) {
+            sched_yield();
+        }
+]==])
+endfunction()
+
 # Sets ${out} to the folder of the unpacked source.
 function(dt_llama_source out)
     if(DT_LLAMA_SOURCE)
@@ -51,7 +87,7 @@ function(dt_llama_source out)
         return()
     endif()
     set(name "llama_cpp_python-${DT_LLAMA_CPP_PYTHON_VERSION}")
-    set(unpacked "${CMAKE_CURRENT_SOURCE_DIR}/deps/cache/llama.cpp-${DT_LLAMA_CPP_PYTHON_VERSION}")
+    set(unpacked "${CMAKE_CURRENT_SOURCE_DIR}/deps/cache/llama.cpp-${DT_LLAMA_CPP_PYTHON_VERSION}-patched")
     set(${out} "${unpacked}" PARENT_SCOPE)
     if(EXISTS "${unpacked}")
         return()
@@ -79,6 +115,7 @@ function(dt_llama_source out)
         list(APPEND patterns "${inside}/${entry}" "${inside}/${entry}/*")
     endforeach()
     file(ARCHIVE_EXTRACT INPUT "${file}" DESTINATION "${temporary}" PATTERNS ${patterns})
+    dt_patch_llama("${temporary}/${inside}")
     file(RENAME "${temporary}/${inside}" "${unpacked}")
     file(REMOVE_RECURSE "${temporary}")
 endfunction()
@@ -108,13 +145,14 @@ function(dt_cure_amx source)
     endif()
 endfunction()
 
-# A function, so that the settings of llama.cpp's build stay in here. Options given on the command line (-DGGML_OPENMP=OFF) hold.
+# A function, so that the settings of llama.cpp's build stay in here.
 function(dt_build_llama source)
     set(BUILD_SHARED_LIBS OFF)
     set(GGML_NATIVE ${DT_NATIVE})
     set(GGML_CCACHE OFF) # ours
     set(GGML_METAL OFF)  # only the CPU is used
     set(GGML_BLAS OFF)
+    set(GGML_OPENMP OFF) # its barriers can't be made to yield from inside the process; see dt_patch_llama
     if(DT_BATCH_INVARIANT)
         set(GGML_LLAMAFILE OFF) # its tiles round differently for different batch sizes
     endif()
