@@ -42,8 +42,8 @@ static const dt_option text_rows[] = {
 };
 
 static const dt_option_group text_options = {"Text", text_rows, sizeof text_rows / sizeof text_rows[0]};
-static const dt_option_group *const groups[] = {&text_options, &dt_model_options, &dt_eviction_options, &dt_sampling_options,
-                                                &dt_output_options};
+static const dt_option_group *const groups[] = {&text_options,        &dt_model_options, &dt_eviction_options,
+                                                &dt_sampling_options, &dt_stats_options, &dt_output_options};
 #define N_GROUPS (sizeof groups / sizeof groups[0])
 
 static int fail(dt_status status, const dt_error *error, bool setting_up) {

@@ -55,8 +55,11 @@ static const dt_option sampling_rows[] = {
     {"--ignore-eos", NULL, DT_OPTION_ON, AT(ignore_end), 0, 0, "never end by itself"},
 };
 
-static const dt_option output_rows[] = {
+static const dt_option stats_rows[] = {
     {"--stats-json", "F", DT_OPTION_TEXT, AT(stats_json), 0, 0, "write the run's numbers there, as JSON"},
+};
+
+static const dt_option output_rows[] = {
     {"--log-level", "error|warn|info|debug", DT_OPTION_CHOICE, AT(log_level), 0, 0, "what is logged to stderr (info)"},
     {"--no-progress", NULL, DT_OPTION_OFF, AT(progress), 0, 0, "no progress bar (there is none unless stderr is a terminal)"},
     {"--version", NULL, DT_OPTION_ON, AT(version), 0, 0, "print the version"},
@@ -66,7 +69,8 @@ static const dt_option output_rows[] = {
 const dt_option_group dt_model_options = {"Model and cache", model_rows, N_OF(model_rows)};
 const dt_option_group dt_eviction_options = {"Cache eviction (TLC)", eviction_rows, N_OF(eviction_rows)};
 const dt_option_group dt_sampling_options = {"Sampling", sampling_rows, N_OF(sampling_rows)};
-const dt_option_group dt_output_options = {"Reports", output_rows, N_OF(output_rows)};
+const dt_option_group dt_stats_options = {"Numbers of the run", stats_rows, N_OF(stats_rows)};
+const dt_option_group dt_output_options = {"Log and help", output_rows, N_OF(output_rows)};
 
 void dt_shared_options_init(dt_shared_options *options) {
     const dt_sampler_params sampler = dt_sampler_default_params();

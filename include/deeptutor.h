@@ -209,6 +209,8 @@ typedef struct dt_session_stats {
     double eviction_ms, attention_ms;
 } dt_session_stats;
 
+/* Threads that 0 stands for. */
+int32_t dt_default_threads(void);
 dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error);
 void dt_session_free(dt_session *session);
 /* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is
@@ -219,6 +221,9 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
 /* One decode step: appends `token`. probability: how likely it was when sampled (weights its attention in the importance
  * score); 1 where unknown. */
 dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error);
+/* For benchmarks: n made-up tokens with random keys and values instead of computed ones, evicted as real ones would be. The session
+ * must be new. There are no logits until a token is appended. */
+dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error);
 /* logits[n_vocab] after the last token; NULL before the first. Valid until the next call on the session. */
 const float *dt_session_logits(const dt_session *session);
 /* The tokens so far, *out_n of them. */

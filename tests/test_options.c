@@ -14,7 +14,8 @@
 #include <math.h>
 #include <string.h>
 
-static const dt_option_group *const groups[] = {&dt_model_options, &dt_eviction_options, &dt_sampling_options, &dt_output_options};
+static const dt_option_group *const groups[] = {&dt_model_options, &dt_eviction_options, &dt_sampling_options, &dt_stats_options,
+                                                &dt_output_options};
 
 /* Parses a NULL-terminated list of arguments. */
 static bool parse(dt_shared_options *options, char message[512], ...) {

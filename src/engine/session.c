@@ -322,7 +322,39 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
     return status;
 }
 
+dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error) {
+    dt_session *s = session;
+    const dt_model_info *info = &s->model->info;
+    if (s->n_tokens > 0 || n < 1 || n > s->params.n_ctx) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "random filling needs a new session and 1 to %d tokens", s->params.n_ctx);
+    }
+    uint64_t state = 1;
+    dt_status status = DT_OK;
+    while (status == DT_OK && s->n_tokens < n) {
+        const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
+        status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
+        for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
+            for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {
+                dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state);
+            }
+        }
+        if (status == DT_OK) {
+            dt_kv_commit(s->kv, chunk);
+            for (int32_t i = 0; i < chunk; i++) {
+                s->tokens[s->n_tokens + i] = (s->n_tokens + i) % info->n_vocab;
+            }
+            s->n_tokens += chunk;
+            if (s->params.prefill == DT_PREFILL_STREAMING || s->n_tokens == n) {
+                status = evict(s, error);
+            }
+        }
+    }
+    return status;
+}
+
 /* ---- views ---- */
+
+int32_t dt_default_threads(void) { return dt_physical_cores(); }
 
 const dt_model *dt_session_model(const dt_session *session) { return session->model; }
 

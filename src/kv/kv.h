@@ -85,4 +85,7 @@ bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);
 
 dt_status dt_kv_check(const dt_kv *kv, dt_error *error);
 
+/* Writes random keys, values and the positions from first_position on into a lane's uncommitted entries (synthetic.c). */
+void dt_kv_fill_uncommitted(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_position, uint64_t *state);
+
 #endif

@@ -1,0 +1,435 @@
+/*
+ * ./deeptutor-bench: speed by context depth.
+ *
+ * For every depth, with TLC off and, where asked for, on: reading the whole prompt up to there, reading n_prompt tokens on top
+ * of it, and decoding. A repeat goes back to the depth where that is possible (nothing evicted) and goes on from where it is
+ * where it is not (an evicted cache stays at its size). Rows hold the median and the extremes of the repeats; the bytes that a
+ * decode step has to read over the bandwidth measured at the start give the bound.
+ *
+ * Invariant: nothing of a measurement is printed before it is whole; stdout holds the table and nothing else.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "bandwidth.h"
+#include "options.h"
+#include "report.h"
+
+#include <jansson.h>
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define MAX_DEPTHS 32
+#define MAX_REPEATS 64
+#define MAX_ROWS (MAX_DEPTHS * 6)
+
+typedef struct bench_options {
+    dt_shared_options shared; /* first: the shared tables' offsets */
+    int64_t n_prompt, n_decode, repeats, output, fill;
+    const char *depths;
+} bench_options;
+
+#define AT(member) offsetof(bench_options, member)
+
+static const dt_option bench_rows[] = {
+    {"-p, --n-prompt", "N", DT_OPTION_INT, AT(n_prompt), 0, 1 << 20, "tokens read on top of each depth; 0 = skip (512)"},
+    {"-n, --n-gen", "N", DT_OPTION_INT, AT(n_decode), 0, 1 << 20, "tokens decoded at each depth; 0 = skip (64)"},
+    {"-d, --n-depth", "N,N", DT_OPTION_TEXT, AT(depths), 0, 0, "depths, in tokens, ascending (0)"},
+    {"-r, --repetitions", "N", DT_OPTION_INT, AT(repeats), 1, MAX_REPEATS, "repeats of each measurement (3)"},
+    {"-o, --output", "md|csv|json", DT_OPTION_CHOICE, AT(output), 0, 0, "what is written to stdout (md)"},
+    {"--fill", "prefill|synthetic", DT_OPTION_CHOICE, AT(fill), 0, 0,
+     "how a depth is reached: by reading tokens, or by random keys and values, which takes no time but evicts at random (prefill)"},
+};
+static const dt_option_group bench_group = {"Benchmark", bench_rows, sizeof bench_rows / sizeof bench_rows[0]};
+static const dt_option_group *const groups[] = {&bench_group, &dt_model_options, &dt_eviction_options, &dt_output_options};
+#define N_GROUPS (sizeof groups / sizeof groups[0])
+
+typedef struct bench_row {
+    const char *what; /* "prompt", "prefill", "decode" */
+    bool eviction, synthetic;
+    int64_t depth, n_tokens;
+    double median, low, high; /* tokens per second */
+    uint64_t kv_bytes, kv_bytes_full, step_bytes;
+    double bound;                         /* tokens per second that reading step_bytes allows; 0 = not a decode row */
+    double attention, evicting, sampling; /* shares of the time */
+} bench_row;
+
+typedef struct bench {
+    const bench_options *options;
+    dt_model *model;
+    dt_eviction *eviction;
+    double bandwidth;
+    int64_t depths[MAX_DEPTHS];
+    size_t n_depths;
+    int32_t *tokens; /* random, as many as the longest context */
+    size_t n_tokens;
+    bench_row rows[MAX_ROWS];
+    size_t n_rows;
+} bench;
+
+static double milliseconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e3 + (double)now.tv_nsec * 1e-6;
+}
+
+/* ---- what is asked for -------------------------------------------------------------------------- */
+
+static bool parse_depths(const char *text, bench *b, char *message, size_t capacity) {
+    char number[32];
+    int64_t last = -1;
+    while (*text != 0) {
+        const size_t n = strcspn(text, ",");
+        int64_t depth = -1;
+        if (n > 0 && n < sizeof number && b->n_depths < MAX_DEPTHS) {
+            memcpy(number, text, n);
+            number[n] = 0;
+            if (dt_parse_int(number, &depth) && depth > last && depth <= 1 << 24) {
+                b->depths[b->n_depths++] = last = depth;
+                text += n + (text[n] == ',');
+                continue;
+            }
+        }
+        snprintf(message, capacity, "-d needs at most %d ascending numbers, such as 0,4096,8192, not '%.60s'", MAX_DEPTHS,
+                 b->options->depths);
+        return false;
+    }
+    if (b->n_depths == 0) {
+        snprintf(message, capacity, "-d needs at least one depth");
+        return false;
+    }
+    return true;
+}
+
+/* Room for the deepest context and all repeats on top of it. */
+static size_t longest_context(const bench *b) {
+    const bench_options *o = b->options;
+    return (size_t)(b->depths[b->n_depths - 1] + (o->n_prompt + o->n_decode + 1) * (o->repeats + 1));
+}
+
+static dt_status make_tokens(bench *b, dt_error *error) {
+    b->n_tokens = longest_context(b);
+    b->tokens = malloc(b->n_tokens * sizeof *b->tokens);
+    if (b->tokens == NULL) {
+        snprintf(error->message, sizeof error->message, "out of memory for %zu tokens", b->n_tokens);
+        return error->code = DT_ERR_MEMORY;
+    }
+    uint64_t state = 42; /* the same text each run */
+    const uint64_t n_vocab = (uint64_t)dt_model_get_info(b->model)->n_vocab;
+    for (size_t i = 0; i < b->n_tokens; i++) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        b->tokens[i] = (int32_t)((state >> 33) % n_vocab);
+    }
+    return DT_OK;
+}
+
+/* ---- measuring ---------------------------------------------------------------------------------- */
+
+typedef struct samples {
+    double tps[MAX_REPEATS];
+    size_t n;
+    int64_t n_tokens;
+    double total_ms, attention_ms, eviction_ms, sampling_ms;
+} samples;
+
+static int compare_doubles(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static void add_row(bench *b, const char *what, bool eviction, int64_t depth, samples *s, const dt_session *session) {
+    dt_session_stats stats;
+    dt_session_get_stats(session, &stats);
+    qsort(s->tps, s->n, sizeof s->tps[0], compare_doubles);
+    const double middle = s->n % 2 == 1 ? s->tps[s->n / 2] : (s->tps[s->n / 2 - 1] + s->tps[s->n / 2]) / 2;
+    const bool decode = strcmp(what, "decode") == 0;
+    bench_row *row = &b->rows[b->n_rows++];
+    *row = (bench_row){
+        .what = what,
+        .eviction = eviction,
+        .synthetic = b->options->fill == 1 && depth > 0,
+        .depth = depth,
+        .n_tokens = s->n_tokens,
+        .median = middle,
+        .low = s->tps[0],
+        .high = s->tps[s->n - 1],
+        .kv_bytes = stats.kv_bytes,
+        .kv_bytes_full = stats.kv_bytes_full,
+        .attention = s->attention_ms / s->total_ms,
+        .evicting = s->eviction_ms / s->total_ms,
+        .sampling = s->sampling_ms / s->total_ms,
+    };
+    if (decode) {
+        row->step_bytes = dt_model_get_info(b->model)->step_weight_bytes + stats.kv_step_bytes;
+        row->bound = b->bandwidth / (double)row->step_bytes;
+    }
+}
+
+typedef struct reading {
+    const char *what;
+    const dt_session *session;
+} reading;
+
+static bool show_progress(int64_t done, int64_t total, void *user) {
+    const reading *r = user;
+    dt_report_progress(r->what, done, total, r->session);
+    return true;
+}
+
+/* Adds the session's times since `before` to the samples. */
+static void add_times(samples *s, const dt_session *session, const dt_session_stats *before, double ms) {
+    dt_session_stats now;
+    dt_session_get_stats(session, &now);
+    s->total_ms += ms;
+    s->attention_ms += now.attention_ms - before->attention_ms;
+    s->eviction_ms += now.eviction_ms - before->eviction_ms;
+}
+
+/* The conversation becomes the first n of the bench's tokens. */
+static dt_status read_tokens(const bench *b, dt_session *session, int64_t n, samples *s, dt_error *error) {
+    dt_session_stats before;
+    dt_session_get_stats(session, &before);
+    reading r = {.what = "reading", .session = session};
+    dt_sync_result result;
+    const dt_status status = dt_session_sync(session, b->tokens, (size_t)n, show_progress, &r, &result, error);
+    dt_report_progress_end();
+    if (status == DT_OK && s != NULL) {
+        add_times(s, session, &before, result.prefill_ms);
+        s->tps[s->n++] = (double)result.computed_tokens * 1000.0 / result.prefill_ms;
+        s->n_tokens = result.computed_tokens;
+    }
+    return status;
+}
+
+static int64_t context_now(const dt_session *session) {
+    size_t n;
+    dt_session_tokens(session, &n);
+    return (int64_t)n;
+}
+
+/* Back to `depth` tokens where nothing was evicted; where something was, on from where it is. */
+static dt_status return_to(const bench *b, dt_session *session, int64_t depth, bool eviction, dt_error *error) {
+    return eviction || depth == 0 ? DT_OK : read_tokens(b, session, depth, NULL, error);
+}
+
+static dt_status measure_prefill(bench *b, dt_session *session, int64_t depth, bool eviction, dt_error *error) {
+    samples s = {0};
+    dt_status status = DT_OK;
+    for (int64_t i = 0; status == DT_OK && i < b->options->repeats; i++) {
+        if (depth == 0) {
+            /* a conversation that begins otherwise: nothing is reused */
+            b->tokens[0] = b->tokens[0] == 1 ? 2 : 1;
+            status = read_tokens(b, session, b->options->n_prompt, &s, error);
+            continue;
+        }
+        const int64_t from = eviction ? context_now(session) : depth;
+        status = return_to(b, session, depth, eviction, error);
+        if (status == DT_OK) {
+            status = read_tokens(b, session, from + b->options->n_prompt, &s, error);
+        }
+    }
+    if (status == DT_OK) {
+        add_row(b, "prefill", eviction, depth, &s, session);
+    }
+    return status;
+}
+
+static dt_status decode_once(const bench *b, dt_session *session, dt_sampler *sampler, samples *s, dt_error *error) {
+    dt_session_stats before;
+    dt_session_get_stats(session, &before);
+    const double start = milliseconds_now();
+    double sampling_ms = 0;
+    dt_status status = DT_OK;
+    for (int64_t i = 0; status == DT_OK && i < b->options->n_decode; i++) {
+        int32_t token;
+        float probability;
+        const double sampling = milliseconds_now();
+        status = dt_sampler_sample(sampler, dt_session_logits(session), &token, &probability, error);
+        sampling_ms += milliseconds_now() - sampling;
+        if (status == DT_OK) {
+            /* the bench's own token, so that the next repeat finds the same text */
+            status = dt_session_append(session, b->tokens[context_now(session)], probability, error);
+        }
+    }
+    const double ms = milliseconds_now() - start;
+    if (status == DT_OK) {
+        add_times(s, session, &before, ms);
+        s->sampling_ms += sampling_ms;
+        s->tps[s->n++] = (double)b->options->n_decode * 1000.0 / ms;
+        s->n_tokens = b->options->n_decode;
+    }
+    return status;
+}
+
+static dt_status measure_decode(bench *b, dt_session *session, int64_t depth, bool eviction, dt_error *error) {
+    dt_sampler_params params = dt_sampler_default_params();
+    params.temp = 0;
+    dt_sampler *sampler = NULL;
+    samples s = {0};
+    dt_status status = dt_sampler_new(b->model, &params, &sampler, error);
+    for (int64_t i = 0; status == DT_OK && i < b->options->repeats; i++) {
+        status = depth == 0 ? read_tokens(b, session, 1, NULL, error) : return_to(b, session, depth, eviction, error);
+        if (status == DT_OK) {
+            status = decode_once(b, session, sampler, &s, error);
+        }
+    }
+    dt_sampler_free(sampler);
+    if (status == DT_OK) {
+        add_row(b, "decode", eviction, depth, &s, session);
+    }
+    return status;
+}
+
+static dt_status measure_depth(bench *b, dt_session *session, int64_t depth, bool eviction, dt_error *error) {
+    dt_status status = DT_OK;
+    if (depth > 0 && b->options->fill == 1) {
+        status = dt_session_fill_random(session, depth, error);
+        if (status == DT_OK) { /* a decode step needs logits to begin with */
+            memcpy(b->tokens, dt_session_tokens(session, &(size_t){0}), (size_t)depth * sizeof *b->tokens);
+            status = dt_session_append(session, b->tokens[depth], 1, error);
+        }
+    } else if (depth > 0) {
+        samples s = {0};
+        status = read_tokens(b, session, depth, &s, error);
+        if (status == DT_OK) {
+            add_row(b, "prompt", eviction, depth, &s, session);
+        }
+    }
+    if (status == DT_OK && b->options->n_decode > 0) {
+        status = measure_decode(b, session, depth, eviction, error);
+    }
+    if (status == DT_OK && b->options->n_prompt > 0) {
+        status = measure_prefill(b, session, depth, eviction, error);
+    }
+    return status;
+}
+
+static dt_status measure_all(bench *b, dt_error *error) {
+    dt_status status = DT_OK;
+    for (int on = 0; status == DT_OK && on <= (b->eviction != NULL); on++) {
+        for (size_t i = 0; status == DT_OK && i < b->n_depths; i++) {
+            dt_session_params params;
+            dt_session *session = NULL;
+            dt_shared_options_session(&b->options->shared, &params);
+            params.n_ctx = params.n_ctx > 0 ? params.n_ctx : (int32_t)b->n_tokens;
+            params.eviction = on ? b->eviction : NULL;
+            status = dt_session_new(b->model, &params, &session, error);
+            if (status == DT_OK) {
+                status = measure_depth(b, session, b->depths[i], on != 0, error);
+            }
+            dt_session_free(session);
+        }
+    }
+    return status;
+}
+
+/* ---- telling ------------------------------------------------------------------------------------ */
+
+static void print_markdown(const bench *b) {
+    const dt_model_info *info = dt_model_get_info(b->model);
+    printf("%s %s, %d layers, %.2f GB of weights; read bandwidth %.1f GB/s\n\n", info->architecture, info->weight_type,
+           info->n_layers, (double)info->weight_bytes / 1e9, b->bandwidth / 1e9);
+    printf("| depth | TLC | test | tokens/s | spread | KV MiB | full MiB | attn | evict | sample | bound t/s | of bound |\n");
+    printf("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
+    for (size_t i = 0; i < b->n_rows; i++) {
+        const bench_row *r = &b->rows[i];
+        printf("| %lld%s | %s | %s %lld | %.1f | %.1f-%.1f | %.1f | %.1f | %.0f %% | %.1f %% | %.1f %% |", (long long)r->depth,
+               r->synthetic ? " (synthetic)" : "", r->eviction ? "on" : "off", r->what, (long long)r->n_tokens, r->median, r->low,
+               r->high, (double)r->kv_bytes / 1048576.0, (double)r->kv_bytes_full / 1048576.0, r->attention * 100,
+               r->evicting * 100, r->sampling * 100);
+        if (r->bound > 0) {
+            printf(" %.1f | %.0f %% |\n", r->bound, r->median / r->bound * 100);
+        } else {
+            printf(" | |\n");
+        }
+    }
+}
+
+static void print_csv(const bench *b) {
+    printf(
+        "depth,fill,eviction,test,tokens,tps,tps_low,tps_high,kv_bytes,kv_bytes_full,attention_share,eviction_share,sampling_share,"
+        "step_bytes,bound_tps,read_bandwidth\n");
+    for (size_t i = 0; i < b->n_rows; i++) {
+        const bench_row *r = &b->rows[i];
+        printf("%lld,%s,%s,%s,%lld,%.2f,%.2f,%.2f,%llu,%llu,%.4f,%.4f,%.4f,%llu,%.2f,%.0f\n", (long long)r->depth,
+               r->synthetic ? "synthetic" : "prefill", r->eviction ? "on" : "off", r->what, (long long)r->n_tokens, r->median,
+               r->low, r->high, (unsigned long long)r->kv_bytes, (unsigned long long)r->kv_bytes_full, r->attention, r->evicting,
+               r->sampling, (unsigned long long)r->step_bytes, r->bound, b->bandwidth);
+    }
+}
+
+static json_t *row_json(const bench_row *r) {
+    return json_pack("{sI ss sb ss sI sf sf sf sI sI sf sf sf sI sf}", "depth", (json_int_t)r->depth, "fill",
+                     r->synthetic ? "synthetic" : "prefill", "eviction", r->eviction, "test", r->what, "tokens",
+                     (json_int_t)r->n_tokens, "tps", r->median, "tps_low", r->low, "tps_high", r->high, "kv_bytes",
+                     (json_int_t)r->kv_bytes, "kv_bytes_full", (json_int_t)r->kv_bytes_full, "attention_share", r->attention,
+                     "eviction_share", r->evicting, "sampling_share", r->sampling, "step_bytes", (json_int_t)r->step_bytes,
+                     "bound_tps", r->bound);
+}
+
+static void print_json(const bench *b) {
+    const dt_model_info *info = dt_model_get_info(b->model);
+    json_t *rows = json_array();
+    for (size_t i = 0; i < b->n_rows; i++) {
+        json_array_append_new(rows, row_json(&b->rows[i]));
+    }
+    json_t *all =
+        json_pack("{ss ss ss sI sf so}", "model", b->options->shared.model, "arch", info->architecture, "weight_type",
+                  info->weight_type, "weight_bytes", (json_int_t)info->weight_bytes, "read_bandwidth", b->bandwidth, "rows", rows);
+    json_dumpf(all, stdout, JSON_INDENT(2));
+    printf("\n");
+    json_decref(all);
+}
+
+static int run(bench *b) {
+    const bench_options *o = b->options;
+    dt_error error = {0};
+    const dt_model_params model_params = {.no_tokenizer = true};
+    dt_status status = dt_model_open(o->shared.model, &model_params, &b->model, &error);
+    if (status == DT_OK) {
+        status = dt_shared_options_eviction(&o->shared, b->model, &b->eviction, &error);
+    }
+    if (status == DT_OK) {
+        status = make_tokens(b, &error);
+    }
+    if (status == DT_OK) {
+        dt_session_params params;
+        dt_shared_options_session(&o->shared, &params);
+        b->bandwidth = dt_read_bandwidth(params.n_threads > 0 ? params.n_threads : dt_default_threads());
+        status = measure_all(b, &error);
+    }
+    if (status == DT_OK) {
+        (o->output == 0 ? print_markdown : o->output == 1 ? print_csv : print_json)(b);
+    } else {
+        dt_report(DT_LOG_ERROR, "%s", error.message);
+    }
+    free(b->tokens);
+    dt_eviction_free(b->eviction);
+    dt_model_close(b->model);
+    return status == DT_OK ? 0 : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG ? 2 : 1;
+}
+
+int main(int argc, char **argv) {
+    char message[512];
+    static bench b;
+    bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0"};
+    dt_shared_options_init(&o.shared);
+    b.options = &o;
+    const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
+    if (o.shared.help) {
+        printf("usage: %s -m FILE [-d 0,4096,8192] [flags]\n", argv[0]);
+        dt_options_help(stdout, groups, N_GROUPS);
+        return 0;
+    }
+    if (o.shared.version) {
+        printf("DeepTutor %s\n", DT_VERSION);
+        return 0;
+    }
+    if (!parsed || !dt_shared_options_check(&o.shared, message, sizeof message) ||
+        !parse_depths(o.depths, &b, message, sizeof message)) {
+        fprintf(stderr, "error: %s\n", message);
+        return 2;
+    }
+    dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
+    return run(&b);
+}
