@@ -17,7 +17,7 @@ typedef struct request_list {
 
 /* Adds one request; ne1 = 0: a vector. layer < 0: not of a layer. */
 static void ask(request_list *list, int32_t layer, const char *name, dt_weight_use use, int64_t ne0, int64_t ne1, bool required,
-                struct ggml_tensor **out) {
+                struct ggml_tensor **out, dt_gemm_matrix *packed) {
     dt_weight_request *r = &list->items[list->n++];
     if (layer < 0) {
         snprintf(r->name, sizeof r->name, "%s", name);
@@ -31,38 +31,47 @@ static void ask(request_list *list, int32_t layer, const char *name, dt_weight_u
     r->ne[2] = 1;
     r->required = required;
     r->out = out;
+    r->packed = packed;
+}
+
+static void ask_vector(request_list *list, int32_t layer, const char *name, int64_t n, bool required, struct ggml_tensor **out) {
+    ask(list, layer, name, DT_USE_ELEMENTWISE, n, 0, required, out, NULL);
+}
+
+static void ask_matrix(request_list *list, int32_t layer, const char *name, int64_t n_in, int64_t n_out, dt_matrix *out) {
+    ask(list, layer, name, DT_USE_MATMUL, n_in, n_out, true, &out->tensor, &out->packed);
 }
 
 static void ask_layer(request_list *list, const dt_hparams *hp, int32_t i, dt_layer_weights *w) {
     const int64_t width = hp->n_embd, ff = hp->n_ff[i];
     const int64_t q = (int64_t)hp->n_heads * hp->head_dim_k, k = (int64_t)hp->n_kv_heads[i] * hp->head_dim_k;
     const int64_t v = (int64_t)hp->n_kv_heads[i] * hp->head_dim_v, o = (int64_t)hp->n_heads * hp->head_dim_v;
-    ask(list, i, "attn_norm.weight", DT_USE_ELEMENTWISE, width, 0, true, &w->attn_norm);
-    ask(list, i, "attn_q.weight", DT_USE_MATMUL, width, q, true, &w->wq);
-    ask(list, i, "attn_k.weight", DT_USE_MATMUL, width, k, true, &w->wk);
-    ask(list, i, "attn_v.weight", DT_USE_MATMUL, width, v, true, &w->wv);
-    ask(list, i, "attn_output.weight", DT_USE_MATMUL, o, width, true, &w->wo);
-    ask(list, i, "attn_q.bias", DT_USE_ELEMENTWISE, q, 0, false, &w->bq);
-    ask(list, i, "attn_k.bias", DT_USE_ELEMENTWISE, k, 0, false, &w->bk);
-    ask(list, i, "attn_v.bias", DT_USE_ELEMENTWISE, v, 0, false, &w->bv);
-    ask(list, i, "attn_output.bias", DT_USE_ELEMENTWISE, width, 0, false, &w->bo);
-    ask(list, i, "ffn_norm.weight", DT_USE_ELEMENTWISE, width, 0, true, &w->ffn_norm);
-    ask(list, i, "ffn_gate.weight", DT_USE_MATMUL, width, ff, true, &w->ffn_gate);
-    ask(list, i, "ffn_up.weight", DT_USE_MATMUL, width, ff, true, &w->ffn_up);
-    ask(list, i, "ffn_down.weight", DT_USE_MATMUL, ff, width, true, &w->ffn_down);
-    ask(list, i, "ffn_gate.bias", DT_USE_ELEMENTWISE, ff, 0, false, &w->ffn_gate_bias);
-    ask(list, i, "ffn_up.bias", DT_USE_ELEMENTWISE, ff, 0, false, &w->ffn_up_bias);
-    ask(list, i, "ffn_down.bias", DT_USE_ELEMENTWISE, width, 0, false, &w->ffn_down_bias);
+    ask_vector(list, i, "attn_norm.weight", width, true, &w->attn_norm);
+    ask_matrix(list, i, "attn_q.weight", width, q, &w->wq);
+    ask_matrix(list, i, "attn_k.weight", width, k, &w->wk);
+    ask_matrix(list, i, "attn_v.weight", width, v, &w->wv);
+    ask_matrix(list, i, "attn_output.weight", o, width, &w->wo);
+    ask_vector(list, i, "attn_q.bias", q, false, &w->bq);
+    ask_vector(list, i, "attn_k.bias", k, false, &w->bk);
+    ask_vector(list, i, "attn_v.bias", v, false, &w->bv);
+    ask_vector(list, i, "attn_output.bias", width, false, &w->bo);
+    ask_vector(list, i, "ffn_norm.weight", width, true, &w->ffn_norm);
+    ask_matrix(list, i, "ffn_gate.weight", width, ff, &w->ffn_gate);
+    ask_matrix(list, i, "ffn_up.weight", width, ff, &w->ffn_up);
+    ask_matrix(list, i, "ffn_down.weight", ff, width, &w->ffn_down);
+    ask_vector(list, i, "ffn_gate.bias", ff, false, &w->ffn_gate_bias);
+    ask_vector(list, i, "ffn_up.bias", ff, false, &w->ffn_up_bias);
+    ask_vector(list, i, "ffn_down.bias", width, false, &w->ffn_down_bias);
 }
 
 static void ask_model(request_list *list, const dt_gguf *gguf, dt_decoder *d) {
     const dt_hparams *hp = &d->hp;
     int64_t shape[4];
     const bool tied = !dt_gguf_tensor_shape(gguf, "output.weight", shape);
-    ask(list, -1, "token_embd.weight", DT_USE_ROWS, hp->n_embd, hp->n_vocab, true, &d->token_embedding);
-    ask(list, -1, "output_norm.weight", DT_USE_ELEMENTWISE, hp->n_embd, 0, true, &d->output_norm);
-    ask(list, -1, tied ? "token_embd.weight" : "output.weight", DT_USE_MATMUL, hp->n_embd, hp->n_vocab, true, &d->output);
-    ask(list, -1, "rope_freqs.weight", DT_USE_ELEMENTWISE, hp->rope_dim / 2, 0, false, &d->rope_factors);
+    ask(list, -1, "token_embd.weight", DT_USE_ROWS, hp->n_embd, hp->n_vocab, true, &d->token_embedding, NULL);
+    ask_vector(list, -1, "output_norm.weight", hp->n_embd, true, &d->output_norm);
+    ask_matrix(list, -1, tied ? "token_embd.weight" : "output.weight", hp->n_embd, hp->n_vocab, &d->output);
+    ask_vector(list, -1, "rope_freqs.weight", hp->rope_dim / 2, false, &d->rope_factors);
 }
 
 dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt_decoder **out, dt_error *error) {

@@ -7,12 +7,18 @@
 
 #include "graph/arch.h"
 
+/* The second operand of a matrix product: ggml's, or packed for our own kernels. */
+typedef struct dt_matrix {
+    struct ggml_tensor *tensor;
+    dt_gemm_matrix packed; /* n_out = 0: tensor is to be used by ggml */
+} dt_matrix;
+
 typedef struct dt_layer_weights {
     struct ggml_tensor *attn_norm;                                   /* [E] */
-    struct ggml_tensor *wq, *wk, *wv, *wo;                           /* [E, H*D], [E, G*D], [E, G*Dv], [H*Dv, E] */
+    dt_matrix wq, wk, wv, wo;                                        /* [E, H*D], [E, G*D], [E, G*Dv], [H*Dv, E] */
     struct ggml_tensor *bq, *bk, *bv, *bo;                           /* or NULL */
     struct ggml_tensor *ffn_norm;                                    /* [E] */
-    struct ggml_tensor *ffn_gate, *ffn_up, *ffn_down;                /* [E, F], [E, F], [F, E] */
+    dt_matrix ffn_gate, ffn_up, ffn_down;                            /* [E, F], [E, F], [F, E] */
     struct ggml_tensor *ffn_gate_bias, *ffn_up_bias, *ffn_down_bias; /* or NULL */
 } dt_layer_weights;
 
@@ -22,7 +28,7 @@ typedef struct dt_decoder {
     dt_weights *weights;
     struct ggml_tensor *token_embedding; /* [E, V], in the file's layout, for get_rows */
     struct ggml_tensor *output_norm;     /* [E] */
-    struct ggml_tensor *output;          /* [E, V], in the layout of matrix products */
+    dt_matrix output;                    /* [E, V] */
     struct ggml_tensor *rope_factors;    /* [rope_dim/2] or NULL */
     dt_layer_weights *layers;            /* [L] */
     uint64_t step_bytes;

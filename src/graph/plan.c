@@ -21,6 +21,7 @@ typedef struct builder {
     struct ggml_context *ctx;
     dt_plan *plan;
     dt_layer_op *ops;
+    struct ggml_tensor *inputs, *packed_inputs; /* the activations packed last, and their packed form */
 } builder;
 
 /* ---- custom operators ---- */
@@ -62,14 +63,44 @@ static void op_observe(struct ggml_tensor *dst, int ith, int nth, void *user) {
     }
 }
 
+static void op_pack_inputs(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    const struct ggml_tensor *x = dst->src[0];
+    (void)user;
+    dt_gemm_kernel_auto()->pack_inputs(x->data, x->nb[1] / sizeof(float), (int32_t)x->ne[0], (int32_t)x->ne[1], dst->data, ith,
+                                       nth);
+}
+
+static void op_multiply(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    dt_gemm_kernel_auto()->multiply(user, dst->src[0]->data, (int32_t)dst->ne[1], dst->data, dst->nb[1] / sizeof(float), ith, nth);
+}
+
 /* ---- pieces ---- */
 
 static struct ggml_tensor *norm(builder *b, struct ggml_tensor *x, struct ggml_tensor *weight) {
     return ggml_mul(b->ctx, ggml_rms_norm(b->ctx, x, b->hp->norm_eps), weight);
 }
 
-static struct ggml_tensor *linear(builder *b, struct ggml_tensor *weight, struct ggml_tensor *bias, struct ggml_tensor *x) {
-    struct ggml_tensor *y = ggml_mul_mat(b->ctx, weight, x);
+/* Several matrices are multiplied with the same x, one after the other: it is packed once. */
+static struct ggml_tensor *pack_inputs(builder *b, struct ggml_tensor *x) {
+    if (b->inputs != x) {
+        const size_t bytes = dt_gemm_input_bytes((int32_t)x->ne[0], (int32_t)x->ne[1]);
+        b->inputs = x;
+        b->packed_inputs =
+            ggml_custom_4d(b->ctx, GGML_TYPE_I8, (int64_t)bytes, 1, 1, 1, &x, 1, op_pack_inputs, GGML_N_TASKS_MAX, NULL);
+    }
+    return b->packed_inputs;
+}
+
+/* x [n_in, N] -> [n_out, N] */
+static struct ggml_tensor *linear(builder *b, const dt_matrix *w, struct ggml_tensor *bias, struct ggml_tensor *x) {
+    struct ggml_tensor *y;
+    if (w->packed.n_out > 0) {
+        struct ggml_tensor *packed = pack_inputs(b, x);
+        y = ggml_custom_4d(b->ctx, GGML_TYPE_F32, w->packed.n_out, x->ne[1], 1, 1, &packed, 1, op_multiply, GGML_N_TASKS_MAX,
+                           (void *)&w->packed);
+    } else {
+        y = ggml_mul_mat(b->ctx, w->tensor, x);
+    }
     return bias ? ggml_add(b->ctx, y, bias) : y;
 }
 
@@ -88,9 +119,9 @@ static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t 
     dt_plan_layer *io = &b->plan->layers[layer];
     const int64_t n = x->ne[1], n_kv_heads = hp->n_kv_heads[layer];
 
-    struct ggml_tensor *q = linear(b, w->wq, w->bq, x);
-    struct ggml_tensor *k = linear(b, w->wk, w->bk, x);
-    io->v = linear(b, w->wv, w->bv, x);
+    struct ggml_tensor *q = linear(b, &w->wq, w->bq, x);
+    struct ggml_tensor *k = linear(b, &w->wk, w->bk, x);
+    io->v = linear(b, &w->wv, w->bv, x);
     io->q = rope(b, ggml_reshape_3d(b->ctx, q, hp->head_dim_k, hp->n_heads, n), layer);
     io->k = rope(b, ggml_reshape_3d(b->ctx, k, hp->head_dim_k, n_kv_heads, n), layer);
 
@@ -112,11 +143,11 @@ static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t 
 /* Gated feed-forward: down(act(gate x) * up x). */
 static struct ggml_tensor *feed_forward(builder *b, struct ggml_tensor *x, int32_t layer) {
     const dt_layer_weights *w = &b->decoder->layers[layer];
-    struct ggml_tensor *up = linear(b, w->ffn_up, w->ffn_up_bias, x);
-    struct ggml_tensor *gate = linear(b, w->ffn_gate, w->ffn_gate_bias, x);
+    struct ggml_tensor *up = linear(b, &w->ffn_up, w->ffn_up_bias, x);
+    struct ggml_tensor *gate = linear(b, &w->ffn_gate, w->ffn_gate_bias, x);
     struct ggml_tensor *gated =
         b->hp->arch->activation == DT_ACTIVATION_GELU ? ggml_geglu_split(b->ctx, gate, up) : ggml_swiglu_split(b->ctx, gate, up);
-    return linear(b, w->ffn_down, w->ffn_down_bias, gated);
+    return linear(b, &w->ffn_down, w->ffn_down_bias, gated);
 }
 
 static struct ggml_tensor *softcap(builder *b, struct ggml_tensor *x, float cap) {
@@ -149,10 +180,10 @@ static void build(builder *b) {
             y = ggml_get_rows(b->ctx, y, plan->output_rows);
             x = ggml_get_rows(b->ctx, x, plan->output_rows);
         }
-        x = ggml_add(b->ctx, linear(b, w->wo, w->bo, y), x);
+        x = ggml_add(b->ctx, linear(b, &w->wo, w->bo, y), x);
         x = ggml_add(b->ctx, feed_forward(b, norm(b, x, w->ffn_norm), i), x);
     }
-    struct ggml_tensor *logits = ggml_mul_mat(b->ctx, b->decoder->output, norm(b, x, b->decoder->output_norm));
+    struct ggml_tensor *logits = linear(b, &b->decoder->output, NULL, norm(b, x, b->decoder->output_norm));
     if (hp->logit_softcap > 0.0f) {
         logits = softcap(b, logits, hp->logit_softcap);
     }

@@ -34,9 +34,9 @@ typedef struct placement {
     int32_t home; /* index into homes[]; HOME_MAPPED */
 } placement;
 
-enum { HOME_MAPPED, HOME_PLAIN, HOME_FIRST_EXTRA };
+enum { HOME_MAPPED, HOME_PLAIN, HOME_PACKED, HOME_FIRST_EXTRA };
 
-/* Where tensors go: the mapping, a plain buffer, one of the fast layouts. */
+/* Where tensors go: the mapping, a plain buffer, our own layout for matrix products, one of ggml's fast layouts. */
 typedef struct home {
     ggml_backend_buffer_type_t type; /* NULL for the mapping */
     ggml_backend_buffer_t buffer;    /* NULL while nothing is placed there, and for the mapping */
@@ -182,7 +182,7 @@ static bool layout_takes(ggml_backend_dev_t device, ggml_backend_buffer_type_t t
 /* Lists the homes of this machine in weights->homes, fast layouts in the device's order of preference. */
 static void list_homes(loader *l) {
     dt_weights *w = l->weights;
-    w->homes[HOME_PLAIN].type = ggml_backend_dev_buffer_type(l->device);
+    w->homes[HOME_PLAIN].type = w->homes[HOME_PACKED].type = ggml_backend_dev_buffer_type(l->device);
     w->n_homes = HOME_FIRST_EXTRA;
     if (l->params.no_extra_buffers) {
         return;
@@ -199,18 +199,46 @@ static void list_homes(loader *l) {
     }
 }
 
+/* Our layout's name of a type, or -1. */
+static int packed_type(enum ggml_type type) {
+    switch (type) {
+    case GGML_TYPE_Q4_0:
+        return DT_GEMM_Q4_0;
+    case GGML_TYPE_Q4_1:
+        return DT_GEMM_Q4_1;
+    case GGML_TYPE_Q8_0:
+        return DT_GEMM_Q8_0;
+    default:
+        return -1;
+    }
+}
+
+static bool can_pack(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
+    return request->packed && !l->params.no_extra_buffers && dt_gemm_kernel_auto() && packed_type(t->type) >= 0 &&
+           dt_gemm_can_pack(t->ne[0], t->ne[1]);
+}
+
+/* AMX first, then our layout, then what else ggml has, in its order. */
 static int32_t choose_home(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
     if (request->use == DT_USE_MATMUL || request->use == DT_USE_MATMUL_ID) {
-        for (int32_t h = HOME_FIRST_EXTRA; h < l->weights->n_homes; h++) {
-            if (layout_takes(l->device, l->weights->homes[h].type, request, t)) {
-                return h;
-            }
+        int32_t best = -1;
+        for (int32_t h = HOME_FIRST_EXTRA; h < l->weights->n_homes && best < 0; h++) {
+            best = layout_takes(l->device, l->weights->homes[h].type, request, t) ? h : -1;
+        }
+        const bool is_amx = best >= 0 && strcmp(ggml_backend_buft_name(l->weights->homes[best].type), "AMX") == 0;
+        if (!is_amx && can_pack(l, request, t)) {
+            return HOME_PACKED;
+        }
+        if (best >= 0) {
+            return best;
         }
     }
     const bool is_converted = request->use == DT_USE_ELEMENTWISE && t->type != GGML_TYPE_F32;
     const bool is_aligned = t->offset % ggml_backend_buft_get_alignment(l->weights->homes[HOME_PLAIN].type) == 0;
     return l->params.no_mmap || is_converted || !is_aligned ? HOME_PLAIN : HOME_MAPPED;
 }
+
+static size_t matrix_bytes(const dt_gemm_matrix *m) { return dt_gemm_matrix_bytes(m->type, m->n_in, m->n_out); }
 
 /* Finds or adds the placement of `t` in `home` with `type`. Capacity for one per request was allocated. */
 static placement *place(dt_weights *w, const dt_gguf_tensor *t, int32_t home_index, enum ggml_type type) {
@@ -220,7 +248,9 @@ static placement *place(dt_weights *w, const dt_gguf_tensor *t, int32_t home_ind
             return p;
         }
     }
-    struct ggml_tensor *tensor = ggml_new_tensor(w->context, type, GGML_MAX_DIMS, t->ne);
+    const dt_gemm_matrix packed = {(dt_gemm_type)packed_type(t->type), (int32_t)t->ne[0], (int32_t)t->ne[1], NULL};
+    struct ggml_tensor *tensor = home_index == HOME_PACKED ? ggml_new_tensor_1d(w->context, type, (int64_t)matrix_bytes(&packed))
+                                                           : ggml_new_tensor(w->context, type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, t->name);
     placement *p = &w->placements[w->n_placements++];
     *p = (placement){.source = t, .tensor = tensor, .home = home_index};
@@ -229,6 +259,9 @@ static placement *place(dt_weights *w, const dt_gguf_tensor *t, int32_t home_ind
 
 static dt_status plan_request(loader *l, const dt_weight_request *request, bool *is_used) {
     *request->out = NULL;
+    if (request->packed) {
+        *request->packed = (dt_gemm_matrix){0};
+    }
     const dt_gguf_tensor *t = dt_gguf_find(l->gguf, request->name);
     if (!t && request->required) {
         return dt_fail(l->error, DT_ERR_FORMAT, "%s lacks the tensor '%s'; convert the model again", dt_gguf_path(l->gguf),
@@ -244,8 +277,14 @@ static dt_status plan_request(loader *l, const dt_weight_request *request, bool 
     if (status) {
         return status;
     }
-    const enum ggml_type type = request->use == DT_USE_ELEMENTWISE ? GGML_TYPE_F32 : t->type;
-    *request->out = place(l->weights, t, choose_home(l, request, t), type)->tensor;
+    const int32_t home_index = choose_home(l, request, t);
+    const enum ggml_type type = home_index == HOME_PACKED            ? GGML_TYPE_I8
+                                : request->use == DT_USE_ELEMENTWISE ? GGML_TYPE_F32
+                                                                     : t->type;
+    *request->out = place(l->weights, t, home_index, type)->tensor;
+    if (home_index == HOME_PACKED) {
+        *request->packed = (dt_gemm_matrix){(dt_gemm_type)packed_type(t->type), (int32_t)t->ne[0], (int32_t)t->ne[1], NULL};
+    }
     is_used[t - l->gguf->tensors] = true;
     return DT_OK;
 }
@@ -421,7 +460,9 @@ static dt_status allocate_homes(loader *l) {
             continue;
         }
         dt_log(DT_LOG_DEBUG, "weights: %.2f MiB %s", (double)where->bytes / MIB,
-               h == HOME_MAPPED ? "used where the file is mapped" : ggml_backend_buft_name(where->type));
+               h == HOME_MAPPED   ? "used where the file is mapped"
+               : h == HOME_PACKED ? "packed for our own products"
+                                  : ggml_backend_buft_name(where->type));
         if (h == HOME_MAPPED) {
             continue;
         }
@@ -452,7 +493,15 @@ static void convert_to_f32(const dt_gguf_tensor *t, const void *data, float *out
     }
 }
 
-/* Copies one tensor into its buffer, converted where its type differs. */
+static void pack_matrix(const dt_gguf_tensor *t, const void *data, void *packed) {
+    const dt_gemm_matrix m = {(dt_gemm_type)packed_type(t->type), (int32_t)t->ne[0], (int32_t)t->ne[1], NULL};
+    const size_t row_bytes = dt_gemm_row_bytes(m.type, m.n_in);
+    for (int32_t row = 0; row < m.n_out; row += DT_GEMM_ROWS) {
+        dt_gemm_pack_rows(&m, packed, row, (const char *)data + (size_t)row * row_bytes);
+    }
+}
+
+/* Copies one tensor into its buffer, packed or converted where that differs from the file. */
 static dt_status fill(const loader *l, const placement *p) {
     const dt_gguf_tensor *t = p->source;
     const open_part *part = &l->weights->parts[t->part];
@@ -474,7 +523,9 @@ static dt_status fill(const loader *l, const placement *p) {
         }
         data = staging;
     }
-    if (is_converted) {
+    if (p->home == HOME_PACKED) {
+        pack_matrix(t, data, p->tensor->data);
+    } else if (is_converted) {
         convert_to_f32(t, data, p->tensor->data);
     } else {
         ggml_backend_tensor_set(p->tensor, data, 0, (size_t)t->bytes);
@@ -535,6 +586,11 @@ dt_status dt_weights_load(const dt_gguf *gguf, ggml_backend_dev_t device, const 
         status = fill_homes(&l);
     }
     close_files(l.weights);
+    for (int32_t i = 0; i < n_requests && !status; i++) {
+        if (requests[i].packed && requests[i].packed->n_out > 0) {
+            requests[i].packed->packed = (*requests[i].out)->data;
+        }
+    }
     if (status) {
         for (int32_t i = 0; i < n_requests; i++) {
             *requests[i].out = NULL;

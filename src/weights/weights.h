@@ -9,6 +9,7 @@
 #define DT_WEIGHTS_H
 
 #include "base/base.h"
+#include "gemm/gemm.h"
 #include "ggml-backend.h"
 #include "ggml.h"
 
@@ -51,6 +52,9 @@ typedef struct dt_weight_request {
     int64_t ne[3];
     bool required;
     struct ggml_tensor **out; /* NULL stored there when optional and missing, and when the loading fails */
+    /* MATMUL only, may be NULL: where our own layout (gemm/) is the fastest, the matrix is put into that and described here; *out is
+     * then the packed bytes. Else n_out is 0 here. */
+    dt_gemm_matrix *packed;
 } dt_weight_request;
 
 typedef struct dt_weights dt_weights; /* owns mappings, buffers and tensors */

@@ -1,0 +1,148 @@
+/*
+ * Packing weights, the scalar reference, and the choice of a kernel. See gemm.h for the layouts.
+ * Invariant: this file is compiled without special instruction flags.
+ */
+#include "gemm/gemm.h"
+
+#include <math.h>
+#include <string.h>
+
+bool dt_gemm_can_pack(int64_t n_in, int64_t n_out) {
+    return n_in > 0 && n_out > 0 && n_in <= INT32_MAX && n_out <= INT32_MAX && n_in % DT_GEMM_BLOCK == 0 &&
+           n_out % DT_GEMM_ROWS == 0;
+}
+
+/* ggml's block of 32: scale, (minimum,) quants. */
+static size_t source_block_bytes(dt_gemm_type type) { return type == DT_GEMM_Q4_0 ? 18 : type == DT_GEMM_Q4_1 ? 20 : 34; }
+
+size_t dt_gemm_row_bytes(dt_gemm_type type, int32_t n_in) { return (size_t)(n_in / DT_GEMM_BLOCK) * source_block_bytes(type); }
+
+size_t dt_gemm_matrix_bytes(dt_gemm_type type, int32_t n_in, int32_t n_out) {
+    return (size_t)(n_out / DT_GEMM_ROWS) * (size_t)(n_in / DT_GEMM_BLOCK) * dt_gemm_block_bytes(type);
+}
+
+size_t dt_gemm_input_bytes(int32_t n_in, int32_t n_tokens) {
+    return (size_t)n_tokens * (size_t)(n_in / DT_GEMM_BLOCK) * DT_GEMM_TOKEN_BYTES;
+}
+
+/* A byte of ggml's 4-bit blocks holds inputs i and i + 16, which is what a byte of quads j and j + 4 holds here: four bytes move
+ * as they are. Signed bytes become unsigned by flipping the highest bit. */
+void dt_gemm_pack_rows(const dt_gemm_matrix *w, void *packed, int32_t first_row, const void *rows) {
+    const size_t n_blocks = (size_t)(w->n_in / DT_GEMM_BLOCK), quant_bytes = dt_gemm_quant_bytes(w->type);
+    const size_t block_bytes = dt_gemm_block_bytes(w->type), source_bytes = source_block_bytes(w->type);
+    const uint32_t flip = w->type == DT_GEMM_Q8_0 ? 0x80808080u : 0;
+    uint8_t *to = (uint8_t *)packed + (size_t)(first_row / DT_GEMM_ROWS) * n_blocks * block_bytes;
+    for (size_t b = 0; b < n_blocks; b++, to += block_bytes) {
+        for (size_t r = 0; r < DT_GEMM_ROWS; r++) {
+            const uint8_t *from = (const uint8_t *)rows + (r * n_blocks + b) * source_bytes;
+            memcpy(to + quant_bytes + r * 2, from, 2);
+            if (w->type == DT_GEMM_Q4_1) {
+                memcpy(to + quant_bytes + 32 + r * 2, from + 2, 2);
+            }
+            from += w->type == DT_GEMM_Q4_1 ? 4 : 2;
+            for (size_t quad = 0; quad < quant_bytes / 64; quad++) {
+                uint32_t four;
+                memcpy(&four, from + quad * 4, 4);
+                four ^= flip;
+                memcpy(to + quad * 64 + r * 4, &four, 4);
+            }
+        }
+    }
+}
+
+/* ---- reference ---- */
+
+static bool reference_supported(void) { return true; }
+
+static void reference_pack_inputs(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith,
+                                  int32_t nth) {
+    const int32_t n_blocks = n_in / DT_GEMM_BLOCK;
+    for (int32_t first = 0, tile; first < n_tokens; first += tile) {
+        tile = dt_gemm_tile(n_tokens - first);
+        if (first / DT_GEMM_TILE % nth != ith) {
+            continue;
+        }
+        char *to = (char *)packed + (size_t)first * (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
+        for (int32_t b = 0; b < n_blocks; b++, to += (size_t)tile * DT_GEMM_TOKEN_BYTES) {
+            float *scales = (float *)(to + (size_t)tile * DT_GEMM_BLOCK), *sums = scales + tile;
+            for (int32_t t = 0; t < tile; t++) {
+                const float *from = x + (size_t)(first + t) * stride + (size_t)b * DT_GEMM_BLOCK;
+                float largest = 0.0f;
+                for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
+                    largest = fmaxf(largest, fabsf(from[i]));
+                }
+                const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+                int32_t sum = 0;
+                for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
+                    const int32_t q = (int32_t)nearbyintf(from[i] * inverse);
+                    ((int8_t *)to)[(i / 4 * tile + t) * 4 + i % 4] = (int8_t)q;
+                    sum += q;
+                }
+                scales[t] = scale;
+                sums[t] = scale * (float)sum;
+            }
+        }
+    }
+}
+
+static float reference_product(const dt_gemm_matrix *w, int32_t row, const char *inputs, int32_t tile, int32_t t) {
+    const int32_t n_blocks = w->n_in / DT_GEMM_BLOCK, r = row % DT_GEMM_ROWS;
+    const size_t quant_bytes = dt_gemm_quant_bytes(w->type), block_bytes = dt_gemm_block_bytes(w->type);
+    const uint8_t *block = (const uint8_t *)w->packed + (size_t)(row / DT_GEMM_ROWS) * (size_t)n_blocks * block_bytes;
+    float y = 0.0f;
+    for (int32_t b = 0; b < n_blocks; b++, block += block_bytes, inputs += (size_t)tile * DT_GEMM_TOKEN_BYTES) {
+        const float *scales = (const float *)(inputs + (size_t)tile * DT_GEMM_BLOCK), *sums = scales + tile;
+        int32_t product = 0;
+        for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
+            const int32_t quad = i / 4, at = r * 4 + i % 4;
+            const int32_t q =
+                w->type == DT_GEMM_Q8_0 ? block[quad * 64 + at] : block[quad % 4 * 64 + at] >> (quad < 4 ? 0 : 4) & 15;
+            product += q * ((const int8_t *)inputs)[(quad * tile + t) * 4 + i % 4];
+        }
+        uint16_t half[2] = {0};
+        memcpy(half, block + quant_bytes + r * 2, 2);
+        if (w->type == DT_GEMM_Q4_1) {
+            memcpy(half + 1, block + quant_bytes + 32 + r * 2, 2);
+        }
+        const float scale = dt_f16_to_f32(half[0]);
+        const float minimum =
+            w->type == DT_GEMM_Q4_1 ? dt_f16_to_f32(half[1]) : scale * (w->type == DT_GEMM_Q8_0 ? -128.0f : -8.0f);
+        y = fmaf((float)product, scale * scales[t], y);
+        y = fmaf(minimum, sums[t], y);
+    }
+    return y;
+}
+
+static void reference_multiply(const dt_gemm_matrix *w, const void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith,
+                               int32_t nth) {
+    const size_t token_bytes = (size_t)(w->n_in / DT_GEMM_BLOCK) * DT_GEMM_TOKEN_BYTES;
+    for (int32_t first = 0, tile; first < n_tokens; first += tile) {
+        tile = dt_gemm_tile(n_tokens - first);
+        for (int32_t row = ith; row < w->n_out; row += nth) {
+            for (int32_t t = 0; t < tile; t++) {
+                y[(size_t)(first + t) * stride + (size_t)row] =
+                    reference_product(w, row, (const char *)packed + (size_t)first * token_bytes, tile, t);
+            }
+        }
+    }
+}
+
+const dt_gemm_kernel *dt_gemm_kernel_reference(void) {
+    static const dt_gemm_kernel kernel = {"reference", reference_supported, reference_pack_inputs, reference_multiply};
+    return &kernel;
+}
+
+/* ---- choice ---- */
+
+#if defined(DT_HAVE_AVX512)
+extern const dt_gemm_kernel dt_gemm_avx512_vnni;
+#endif
+
+const dt_gemm_kernel *dt_gemm_kernel_auto(void) {
+#if defined(DT_HAVE_AVX512)
+    if (dt_gemm_avx512_vnni.supported()) {
+        return &dt_gemm_avx512_vnni;
+    }
+#endif
+    return NULL;
+}
