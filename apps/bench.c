@@ -27,6 +27,7 @@ typedef struct bench_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
     int64_t n_prompt, n_decode, repeats, output, fill;
     const char *depths;
+    bool compare;
 } bench_options;
 
 #define AT(member) offsetof(bench_options, member)
@@ -39,6 +40,7 @@ static const dt_option bench_rows[] = {
     {"-o, --output", "md|csv|json", DT_OPTION_CHOICE, AT(output), 0, 0, "what is written to stdout (md)"},
     {"--fill", "prefill|synthetic", DT_OPTION_CHOICE, AT(fill), 0, 0,
      "how a depth is reached: by reading tokens, or by random keys and values, which takes no time but evicts at random (prefill)"},
+    {"--no-compare", NULL, DT_OPTION_OFF, AT(compare), 0, 0, "with --cache-eviction: leave out the rows with TLC off"},
 };
 static const dt_option_group bench_group = {"Benchmark", bench_rows, sizeof bench_rows / sizeof bench_rows[0]};
 static const dt_option_group *const groups[] = {&bench_group, &dt_model_options, &dt_eviction_options, &dt_output_options};
@@ -306,7 +308,7 @@ static dt_status measure_depth(bench *b, dt_session *session, int64_t depth, boo
 
 static dt_status measure_all(bench *b, dt_error *error) {
     dt_status status = DT_OK;
-    for (int on = 0; status == DT_OK && on <= (b->eviction != NULL); on++) {
+    for (int on = b->eviction != NULL && !b->options->compare; status == DT_OK && on <= (b->eviction != NULL); on++) {
         for (size_t i = 0; status == DT_OK && i < b->n_depths; i++) {
             dt_session_params params;
             dt_session *session = NULL;
@@ -412,7 +414,7 @@ static int run(bench *b) {
 int main(int argc, char **argv) {
     char message[512];
     static bench b;
-    bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0"};
+    bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0", .compare = true};
     dt_shared_options_init(&o.shared);
     b.options = &o;
     const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);

@@ -54,35 +54,41 @@ void dt_gemm_pack_rows(const dt_gemm_matrix *w, void *packed, int32_t first_row,
 
 static bool reference_supported(void) { return true; }
 
+static void reference_pack_block(const float *from, int32_t tile, int32_t t, void *to) {
+    float largest = 0.0f;
+    for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
+        largest = fmaxf(largest, fabsf(from[i]));
+    }
+    const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    int32_t total = 0;
+    for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
+        const int32_t q = (int32_t)nearbyintf(from[i] * inverse);
+        ((int8_t *)to)[(i / 4 * tile + t) * 4 + i % 4] = (int8_t)q;
+        total += q;
+    }
+    dt_gemm_scales(to, tile)[t] = scale;
+    dt_gemm_totals(to, tile)[t] = total;
+    dt_gemm_sums(to, tile)[t] = scale * (float)total;
+}
+
 static void reference_pack_inputs(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith,
                                   int32_t nth) {
-    const int32_t n_blocks = n_in / DT_GEMM_BLOCK;
-    for (int32_t first = 0, tile; first < n_tokens; first += tile) {
-        tile = dt_gemm_tile(n_tokens - first);
-        if (first / DT_GEMM_TILE % nth != ith) {
-            continue;
-        }
-        char *to = (char *)packed + (size_t)first * (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
-        for (int32_t b = 0; b < n_blocks; b++, to += (size_t)tile * DT_GEMM_TOKEN_BYTES) {
-            float *scales = (float *)(to + (size_t)tile * DT_GEMM_BLOCK), *sums = scales + tile;
-            for (int32_t t = 0; t < tile; t++) {
-                const float *from = x + (size_t)(first + t) * stride + (size_t)b * DT_GEMM_BLOCK;
-                float largest = 0.0f;
-                for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
-                    largest = fmaxf(largest, fabsf(from[i]));
-                }
-                const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-                int32_t sum = 0;
-                for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
-                    const int32_t q = (int32_t)nearbyintf(from[i] * inverse);
-                    ((int8_t *)to)[(i / 4 * tile + t) * 4 + i % 4] = (int8_t)q;
-                    sum += q;
-                }
-                scales[t] = scale;
-                sums[t] = scale * (float)sum;
-            }
-        }
+    dt_gemm_pack_all(reference_pack_block, x, stride, n_in, n_tokens, packed, ith, nth);
+}
+
+static float half_at(const uint8_t *from) {
+    uint16_t half;
+    memcpy(&half, from, 2);
+    return dt_f16_to_f32(half);
+}
+
+/* Weight (r, i) of a packed block as the integer that its scale multiplies. */
+static int32_t weight_at(dt_gemm_type type, const uint8_t *block, int32_t r, int32_t i) {
+    const int32_t quad = i / 4, at = r * 4 + i % 4;
+    if (type == DT_GEMM_Q8_0) {
+        return block[quad * 64 + at] - 128;
     }
+    return (block[quad % 4 * 64 + at] >> (quad < 4 ? 0 : 4) & 15) - (type == DT_GEMM_Q4_0 ? 8 : 0);
 }
 
 static float reference_product(const dt_gemm_matrix *w, int32_t row, const char *inputs, int32_t tile, int32_t t) {
@@ -91,24 +97,14 @@ static float reference_product(const dt_gemm_matrix *w, int32_t row, const char 
     const uint8_t *block = (const uint8_t *)w->packed + (size_t)(row / DT_GEMM_ROWS) * (size_t)n_blocks * block_bytes;
     float y = 0.0f;
     for (int32_t b = 0; b < n_blocks; b++, block += block_bytes, inputs += (size_t)tile * DT_GEMM_TOKEN_BYTES) {
-        const float *scales = (const float *)(inputs + (size_t)tile * DT_GEMM_BLOCK), *sums = scales + tile;
         int32_t product = 0;
         for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
-            const int32_t quad = i / 4, at = r * 4 + i % 4;
-            const int32_t q =
-                w->type == DT_GEMM_Q8_0 ? block[quad * 64 + at] : block[quad % 4 * 64 + at] >> (quad < 4 ? 0 : 4) & 15;
-            product += q * ((const int8_t *)inputs)[(quad * tile + t) * 4 + i % 4];
+            product += weight_at(w->type, block, r, i) * ((const int8_t *)inputs)[(i / 4 * tile + t) * 4 + i % 4];
         }
-        uint16_t half[2] = {0};
-        memcpy(half, block + quant_bytes + r * 2, 2);
+        y = fmaf((float)product, half_at(block + quant_bytes + r * 2) * dt_gemm_scales((void *)inputs, tile)[t], y);
         if (w->type == DT_GEMM_Q4_1) {
-            memcpy(half + 1, block + quant_bytes + 32 + r * 2, 2);
+            y = fmaf(half_at(block + quant_bytes + 32 + r * 2), dt_gemm_sums((void *)inputs, tile)[t], y);
         }
-        const float scale = dt_f16_to_f32(half[0]);
-        const float minimum =
-            w->type == DT_GEMM_Q4_1 ? dt_f16_to_f32(half[1]) : scale * (w->type == DT_GEMM_Q8_0 ? -128.0f : -8.0f);
-        y = fmaf((float)product, scale * scales[t], y);
-        y = fmaf(minimum, sums[t], y);
     }
     return y;
 }
@@ -127,22 +123,37 @@ static void reference_multiply(const dt_gemm_matrix *w, const void *packed, int3
     }
 }
 
-const dt_gemm_kernel *dt_gemm_kernel_reference(void) {
-    static const dt_gemm_kernel kernel = {"reference", reference_supported, reference_pack_inputs, reference_multiply};
-    return &kernel;
-}
+static const dt_gemm_kernel reference_kernel = {"reference", reference_supported, reference_pack_inputs, reference_multiply};
 
 /* ---- choice ---- */
 
 #if defined(DT_HAVE_AVX512)
 extern const dt_gemm_kernel dt_gemm_avx512_vnni;
 #endif
+#if defined(DT_HAVE_AVX2)
+extern const dt_gemm_kernel dt_gemm_avx2;
+#endif
+
+/* Fastest first, the reference last. */
+static const dt_gemm_kernel *const kernels[] = {
+#if defined(DT_HAVE_AVX512)
+    &dt_gemm_avx512_vnni,
+#endif
+#if defined(DT_HAVE_AVX2)
+    &dt_gemm_avx2,
+#endif
+    &reference_kernel,
+};
+
+const dt_gemm_kernel *const *dt_gemm_kernels(int32_t *n) {
+    *n = (int32_t)(sizeof kernels / sizeof kernels[0]);
+    return kernels;
+}
 
 const dt_gemm_kernel *dt_gemm_kernel_auto(void) {
-#if defined(DT_HAVE_AVX512)
-    if (dt_gemm_avx512_vnni.supported()) {
-        return &dt_gemm_avx512_vnni;
+    const dt_gemm_kernel *const *kernel = kernels;
+    while (!(*kernel)->supported()) {
+        kernel++;
     }
-#endif
-    return NULL;
+    return *kernel == &reference_kernel ? NULL : *kernel;
 }

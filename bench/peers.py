@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""DeepTutor beside llama.cpp and OpenVINO GenAI: same file, same threads, same run, alternating.
+
+usage: python3 bench/peers.py -m MODEL.gguf [-t 2] [-d 0,4096,6700] [-n 64] [-r 3] [--budget 1024] [--no-openvino] [-o FOLDER]
+
+Builds llama-bench with its own defaults from the source that DeepTutor is built from (into build-peers/), installs OpenVINO GenAI
+from PyPI (into build-peers/venv), then runs rounds: in each, every engine measures every depth once, a fresh process each time.
+Writes FOLDER/NAME.md, .csv and .png (default FOLDER: bench/results/<processor>): medians with the lowest and highest round.
+Needs `bash run.sh` to have run. A row "prompt" is the speed of reading the whole prompt of that depth, "decode" that of
+generating after it. llama.cpp is measured with flash attention off and on; its better one counts.
+"""
+
+import argparse
+import csv
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "build-peers"
+OPENVINO = ["openvino==2026.4.0", "openvino-genai==2026.4.0.0", "openvino-tokenizers==2026.4.0.0"]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(command: list, what: str) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{what} failed: {' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def build_llama_bench() -> Path:
+    sources = sorted((ROOT / "deps/cache").glob("llama.cpp-*/CMakeLists.txt"))
+    if not sources:
+        sys.exit("the source of llama.cpp is not there; run: bash run.sh")
+    folder = PEERS / "llama.cpp"
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
+               "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF"]
+    say("building llama-bench (minutes, the first time)")
+    run(["cmake", "-S", sources[-1].parent, "-B", folder, *options], "configuring llama.cpp")
+    run(["cmake", "--build", folder, "--target", "llama-bench", "-j", os.cpu_count()], "building llama-bench")
+    return folder / "bin/llama-bench"
+
+
+def install_openvino() -> Path:
+    python = PEERS / "venv/bin/python"
+    if not python.exists():
+        say("installing OpenVINO GenAI")
+        run([sys.executable, "-m", "venv", PEERS / "venv"], "making a Python environment")
+        run([python, "-m", "pip", "install", "-q", "matplotlib", *OPENVINO], "installing OpenVINO GenAI")
+    return python
+
+
+def measure_llama(bench: Path, args, depth: int) -> dict:
+    best: dict = {}
+    for fa in (0, 1):
+        common = [bench, "-m", args.model, "-t", args.threads, "-fa", fa, "-r", 1, "-o", "json"]
+        tests = {"decode": ["-p", 0, "-n", args.decode, "-d", depth]}
+        if depth > 0:
+            tests["prompt"] = ["-p", depth, "-n", 0]
+        for test, flags in tests.items():
+            speed = json.loads(run(common + flags, "llama-bench"))[0]["avg_ts"]
+            best[test] = max(best.get(test, 0.0), speed)
+    return best
+
+
+def measure_ours(args, depth: int, eviction: list) -> dict:
+    flags = ["-d", depth, "-p", 0, "-n", args.decode, "-r", 1, "-o", "json", *eviction]
+    rows = json.loads(run([ROOT / "deeptutor-bench", "-m", args.model, "-t", args.threads, *flags], "deeptutor-bench"))["rows"]
+    result = {row["test"]: row["tps"] for row in rows}
+    result["kv_bytes"] = rows[-1]["kv_bytes"]
+    result["bound"] = rows[-1]["bound_tps"]
+    return result
+
+
+def measure_openvino(python: Path, args, depth: int) -> dict:
+    command = [python, ROOT / "bench/peer_openvino.py", args.model, args.threads, depth, args.decode]
+    speeds = json.loads(run(command, "OpenVINO GenAI").splitlines()[-1])
+    return {"prompt": speeds["prefill_tps"], "decode": speeds["decode_tps"]} if depth > 0 else {"decode": speeds["decode_tps"]}
+
+
+def processor_name() -> str:
+    name = "unknown processor"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            text = file.read()
+        fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.M))
+        name = f"{fields['model name']} family {fields['cpu family']} model {fields['model']}"
+        name += " AMX" if "amx_int8" in text else " AVX-512" if "avx512f" in text else ""
+    except (OSError, KeyError):
+        pass
+    return re.sub(r"\s+", " ", name.replace("(R)", "").replace("@", "")).strip()
+
+
+def summarize(samples: list) -> tuple:
+    return statistics.median(samples), min(samples), max(samples)
+
+
+def table(results: dict, args, title: str) -> str:
+    engines = list(dict.fromkeys(engine for engine, _, _ in results))
+    lines = [f"# {title}", "", f"{args.threads} threads, {args.rounds} rounds, engines alternating; {time.strftime('%Y-%m-%d')}.",
+             "tokens/s: median (lowest-highest); x = times llama.cpp", "",
+             "| depth | test | " + " | ".join(engines) + " |", "| ---: | --- |" + " ---: |" * len(engines)]
+    for depth in args.depths:
+        for test in ("prompt", "decode"):
+            cells = []
+            peer = results.get(("llama.cpp", depth, test))
+            for engine in engines:
+                samples = results.get((engine, depth, test))
+                if not samples:
+                    cells.append("")
+                    continue
+                middle, low, high = summarize(samples)
+                ratio = f" {middle / statistics.median(peer):.2f}x" if peer and engine != "llama.cpp" else ""
+                cells.append(f"{middle:.1f} ({low:.1f}-{high:.1f}){ratio}")
+            if any(cells):
+                lines.append(f"| {depth} | {test} | " + " | ".join(cells) + " |")
+    lines += ["", "KV cache and the decode speed that reading weights and cache once at the measured bandwidth would allow:", "",
+              "| depth | engine | KV MiB | bound tokens/s | reached |", "| ---: | --- | ---: | ---: | ---: |"]
+    for (engine, depth, test), samples in results.items():
+        if test == "kv_bytes":
+            bound = statistics.median(results[(engine, depth, "bound")])
+            speed = statistics.median(results[(engine, depth, "decode")])
+            lines.append(f"| {depth} | {engine} | {samples[-1] / 2**20:.1f} | {bound:.1f} | {speed / bound:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+PLOT = """
+import json, sys
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+data = json.load(sys.stdin)
+panels = [("decode", "decode, tokens/s"), ("prompt", "whole prompt, tokens/s"), ("kv_bytes", "KV cache, MiB")]
+figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+for axis, (test, label) in zip(axes, panels):
+    for engine in data["engines"]:
+        points = [(d, m / (2**20 if test == "kv_bytes" else 1)) for e, d, t, m in data["points"] if e == engine and t == test]
+        if points:
+            axis.plot(*zip(*sorted(points)), marker="o", label=engine)
+    axis.set_xlabel("context, tokens")
+    axis.set_ylabel(label)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+axes[0].legend(frameon=False)
+figure.suptitle(data["title"], fontsize=10)
+figure.tight_layout()
+figure.savefig(data["file"], dpi=110)
+"""
+
+
+def write_results(results: dict, args, title: str) -> None:
+    folder = Path(args.output or ROOT / "bench/results" / processor_name().replace(" ", "-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    name = folder / (Path(args.model).stem + f"-t{args.threads}")
+    text = table(results, args, title)
+    Path(f"{name}.md").write_text(text, encoding="utf-8")
+    with open(f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["engine", "depth", "test", "median", "low", "high", "rounds"])
+        for (engine, depth, test), samples in results.items():
+            writer.writerow([engine, depth, test, *(f"{x:.2f}" for x in summarize(samples)), len(samples)])
+    points = [[e, d, t, statistics.median(s)] for (e, d, t), s in results.items()]
+    data = {"engines": list(dict.fromkeys(e for e, _, _ in results)), "points": points, "title": title, "file": f"{name}.png"}
+    subprocess.run([PEERS / "venv/bin/python", "-c", PLOT], input=json.dumps(data), text=True, check=True)
+    print(text)
+    say(f"written: {name}.md, .csv, .png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("-d", "--depths", default="0,4096,6700", type=lambda s: [int(d) for d in s.split(",")])
+    parser.add_argument("-n", "--decode", type=int, default=64)
+    parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--no-openvino", action="store_true")
+    parser.add_argument("-o", "--output")
+    args = parser.parse_args()
+
+    llama, python = build_llama_bench(), install_openvino()
+    eviction = ["--cache-eviction", "--no-compare", "--max-cache-size", args.budget]
+    engines = {
+        "llama.cpp": lambda depth: measure_llama(llama, args, depth),
+        "DeepTutor": lambda depth: measure_ours(args, depth, []),
+        f"DeepTutor TLC {args.budget}": lambda depth: measure_ours(args, depth, eviction),
+        f"DeepTutor TLC {args.budget} streaming": lambda depth: measure_ours(args, depth, eviction + ["--prefill", "streaming"]),
+        "DeepTutor INT8": lambda depth: measure_ours(args, depth, ["--kv-type", "int8"]),
+    }
+    if not args.no_openvino:
+        engines["OpenVINO"] = lambda depth: measure_openvino(python, args, depth)
+    results: dict = {}
+    for turn in range(args.rounds):
+        for depth in args.depths:
+            for engine, measure in engines.items():
+                start = time.time()
+                for test, value in measure(depth).items():
+                    results.setdefault((engine, depth, test), []).append(value)
+                say(f"round {turn + 1}/{args.rounds}  depth {depth}  {engine}  {time.time() - start:.0f} s")
+    write_results(results, args, f"{Path(args.model).name} on {processor_name()}")
+
+
+if __name__ == "__main__":
+    main()
