@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """DeepTutor beside llama.cpp and OpenVINO GenAI: same file, same threads, same run, alternating.
 
-usage: python3 bench/peers.py -m MODEL.gguf [-t 2] [-d 0,4096,6700] [-n 64] [-r 3] [--budget 1024] [--no-openvino] [-o FOLDER]
+usage: python3 bench/peers.py -m MODEL.gguf [-t 2] [-d 0,4096,6700] [-p 512] [-n 64] [-r 3] [--budget 1024] [--no-openvino]
+                              [--no-prompt] [-o FOLDER]
 
 Builds llama-bench with its own defaults from the source that DeepTutor is built from (into build-peers/), installs OpenVINO GenAI
 from PyPI (into build-peers/venv), then runs rounds: in each, every engine measures every depth once, a fresh process each time.
 Writes FOLDER/NAME.md, .csv and .png (default FOLDER: bench/results/<processor>): medians with the lowest and highest round.
-Needs `bash run.sh` to have run. A row "prompt" is the speed of reading the whole prompt of that depth, "decode" that of
-generating after it. llama.cpp is measured with flash attention off and on; its better one counts.
+Needs `bash run.sh` to have run. Rows: "prompt" is the speed of reading the whole prompt of that depth, "prefill" that of reading some
+more tokens on top of it, "decode" that of generating there. llama.cpp is measured with flash attention off and on; its better one
+counts, row by row.
 """
 
 import argparse
@@ -63,22 +65,21 @@ def measure_llama(bench: Path, args, depth: int) -> dict:
     best: dict = {}
     for fa in (0, 1):
         common = [bench, "-m", args.model, "-t", args.threads, "-fa", fa, "-r", 1, "-o", "json"]
-        tests = {"decode": ["-p", 0, "-n", args.decode, "-d", depth]}
-        if depth > 0:
-            tests["prompt"] = ["-p", depth, "-n", 0]
-        for test, flags in tests.items():
-            speed = json.loads(run(common + flags, "llama-bench"))[0]["avg_ts"]
-            best[test] = max(best.get(test, 0.0), speed)
+        rows = json.loads(run([*common, "-p", args.prefill, "-n", args.decode, "-d", depth], "llama-bench"))
+        if depth > 0 and not args.no_prompt:
+            rows += [dict(row, whole=True) for row in json.loads(run([*common, "-p", depth, "-n", 0], "llama-bench"))]
+        for row in rows:
+            test = "prompt" if row.get("whole") else "decode" if row["n_gen"] > 0 else "prefill"
+            best[test] = max(best.get(test, 0.0), row["avg_ts"])
     return best
 
 
 def measure_ours(args, depth: int, eviction: list) -> dict:
-    flags = ["-d", depth, "-p", 0, "-n", args.decode, "-r", 1, "-o", "json", *eviction]
+    flags = ["-d", depth, "-p", args.prefill, "-n", args.decode, "-r", 1, "-o", "json", *eviction]
     rows = json.loads(run([ROOT / "deeptutor-bench", "-m", args.model, "-t", args.threads, *flags], "deeptutor-bench"))["rows"]
     result = {row["test"]: row["tps"] for row in rows}
-    result["kv_bytes"] = rows[-1]["kv_bytes"]
-    result["bound"] = rows[-1]["bound_tps"]
-    return result
+    decode = next(row for row in rows if row["test"] == "decode")
+    return {**result, "kv_bytes": decode["kv_bytes"], "bound": decode["bound_tps"]}
 
 
 def measure_openvino(python: Path, args, depth: int) -> dict:
@@ -110,7 +111,7 @@ def table(results: dict, args, title: str) -> str:
              "tokens/s: median (lowest-highest); x = times llama.cpp", "",
              "| depth | test | " + " | ".join(engines) + " |", "| ---: | --- |" + " ---: |" * len(engines)]
     for depth in args.depths:
-        for test in ("prompt", "decode"):
+        for test in ("prompt", "prefill", "decode"):
             cells = []
             peer = results.get(("llama.cpp", depth, test))
             for engine in engines:
@@ -180,10 +181,12 @@ def main() -> None:
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("-d", "--depths", default="0,4096,6700", type=lambda s: [int(d) for d in s.split(",")])
+    parser.add_argument("-p", "--prefill", type=int, default=512)
     parser.add_argument("-n", "--decode", type=int, default=64)
     parser.add_argument("-r", "--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--no-openvino", action="store_true")
+    parser.add_argument("--no-prompt", action="store_true", help="leave out llama.cpp's whole prompts, which take minutes")
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
 

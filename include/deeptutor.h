@@ -172,7 +172,8 @@ typedef enum dt_kv_type { DT_KV_F16, DT_KV_INT8 } dt_kv_type;
 typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
 
 typedef struct dt_session_params {
-    int32_t n_ctx;           /* longest conversation in tokens; 0 = the model's own */
+    int32_t n_ctx;           /* longest conversation in tokens; 0 = the model's own. No limit where local_window without sinks and
+                                streaming prefill keep every distance within it */
     int32_t n_batch;         /* prefill chunk in tokens; 0 = 512 */
     int32_t n_threads;       /* decode threads; 0 = physical cores */
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */

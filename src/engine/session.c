@@ -23,8 +23,9 @@ struct dt_session {
     dt_memory kv_memory, work_memory;
     dt_kv *kv;
     dt_graph *graph;
-    int32_t *tokens; /* [n_ctx] */
-    int32_t n_tokens;
+    int32_t *tokens; /* [token_capacity], grows */
+    int32_t n_tokens, token_capacity;
+    int32_t max_tokens;  /* longest conversation */
     int32_t whole_from;  /* a rewind to at least this position is possible */
     const float *logits; /* after the last token; NULL when not computed */
     bool *observe_layer; /* [L] */
@@ -76,6 +77,18 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     return s->kernel ? DT_OK : DT_ERR_ARGUMENT;
 }
 
+/* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
+ * plus chunk, however long the conversation. Then the trained context does not limit it. */
+static bool keeps_distances_short(const dt_session *s) {
+    bool is_short = s->params.eviction != NULL && s->params.prefill == DT_PREFILL_STREAMING;
+    for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {
+        const dt_budget *b = dt_eviction_budget(s->params.eviction, i);
+        is_short =
+            b->policy == &dt_policy_local_window && b->sink_tokens == 0 && b->max_cache_size + s->params.n_batch <= s->params.n_ctx;
+    }
+    return is_short;
+}
+
 static dt_status new_cache(dt_session *s, dt_error *error) {
     const dt_hparams *hp = &s->model->decoder->hp;
     dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
@@ -106,11 +119,9 @@ dt_status dt_session_new(const dt_model *model, const dt_session_params *params,
     dt_memory_init(&s->work_memory);
     dt_status status = fill_defaults(s, params, error);
     if (status == DT_OK) {
-        s->tokens = malloc((size_t)s->params.n_ctx * sizeof *s->tokens);
+        s->max_tokens = keeps_distances_short(s) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
         s->observe_layer = calloc((size_t)model->info.n_layers, sizeof *s->observe_layer);
-        if (!s->tokens || !s->observe_layer) {
-            status = dt_fail_memory(error, (size_t)s->params.n_ctx * sizeof *s->tokens, "the tokens");
-        }
+        status = s->observe_layer ? DT_OK : dt_fail_memory(error, (size_t)model->info.n_layers, "the session");
     }
     if (status == DT_OK) {
         status = new_cache(s, error);
@@ -170,8 +181,27 @@ static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
     }
 }
 
+static dt_status reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
+    const int32_t n = s->n_tokens + n_more;
+    if (n <= s->token_capacity) {
+        return DT_OK;
+    }
+    const int32_t capacity = (int32_t)DT_MIN((int64_t)n + n / 2 + DEFAULT_BATCH, (int64_t)INT32_MAX);
+    int32_t *tokens = realloc(s->tokens, (size_t)capacity * sizeof *tokens);
+    if (!tokens) {
+        return dt_fail_memory(error, (size_t)capacity * sizeof *tokens, "the tokens");
+    }
+    s->tokens = tokens;
+    s->token_capacity = capacity;
+    return DT_OK;
+}
+
 /* Computes n tokens after the ones there are; n_remaining more will follow before the next round in full prefill. */
 static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int64_t n_remaining, float weight, dt_error *error) {
+    const dt_status reserved = reserve_tokens(s, n, error);
+    if (reserved != DT_OK) {
+        return reserved;
+    }
     const bool observe = choose_observed(s, n, n_remaining);
     const dt_batch batch = {.tokens = tokens,
                             .n = n,
@@ -270,11 +300,12 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
     if (n == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the conversation is empty; give at least one token");
     }
-    if (n > (size_t)s->params.n_ctx) {
-        return dt_fail(error, DT_ERR_LIMIT,
-                       "%zu tokens don't fit into a context of %d; shorten the text or raise the context length (the model was "
-                       "trained with %d)",
-                       n, s->params.n_ctx, s->model->info.n_ctx_train);
+    if (n > (size_t)s->max_tokens) {
+        return dt_fail(
+            error, DT_ERR_LIMIT,
+            "%zu tokens don't fit into a context of %d (-c); shorten the text, or raise the context length where the model can "
+            "follow (it was trained with %d)",
+            n, s->max_tokens, s->model->info.n_ctx_train);
     }
     const int64_t start = dt_clock_us();
     size_t keep = common_prefix(s, tokens, n);
@@ -307,10 +338,9 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
 
 dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error) {
     dt_session *s = session;
-    if (s->n_tokens >= s->params.n_ctx) {
-        return dt_fail(error, DT_ERR_LIMIT,
-                       "the context of %d tokens is full; raise the context length (the model was trained with %d)",
-                       s->params.n_ctx, s->model->info.n_ctx_train);
+    if (s->n_tokens >= s->max_tokens) {
+        return dt_fail(error, DT_ERR_LIMIT, "the context of %d tokens is full (-c); the model was trained with %d", s->max_tokens,
+                       s->model->info.n_ctx_train);
     }
     const int64_t start = dt_clock_us();
     dt_status status = step(s, &token, 1, 0, dt_query_weight(probability), error);
@@ -325,14 +355,17 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
 dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error) {
     dt_session *s = session;
     const dt_model_info *info = &s->model->info;
-    if (s->n_tokens > 0 || n < 1 || n > s->params.n_ctx) {
-        return dt_fail(error, DT_ERR_ARGUMENT, "random filling needs a new session and 1 to %d tokens", s->params.n_ctx);
+    if (s->n_tokens > 0 || n < 1 || n > s->max_tokens) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "random filling needs a new session and 1 to %d tokens", s->max_tokens);
     }
     uint64_t state = 1;
     dt_status status = DT_OK;
     while (status == DT_OK && s->n_tokens < n) {
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
-        status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
+        status = reserve_tokens(s, chunk, error);
+        if (status == DT_OK) {
+            status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
+        }
         for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
             for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {
                 dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state);
@@ -381,7 +414,7 @@ void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     *out = session->stats;
     out->kernel = session->kernel->name;
     out->n_tokens = session->n_tokens;
-    out->n_ctx = session->params.n_ctx;
+    out->n_ctx = session->max_tokens;
     out->n_threads = session->params.n_threads;
     out->kv_bytes = dt_kv_bytes(session->kv);
     out->kv_bytes_peak = atomic_load(&session->kv_memory.bytes_peak);
