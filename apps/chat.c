@@ -10,10 +10,13 @@
 #include "chat.h"
 
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#define TERMINAL_LINE_BYTES 4096 /* what Linux keeps of a line, its end included, until it is read */
 
 struct dt_chat {
     dt_run *run;
@@ -49,6 +52,22 @@ static dt_status add_message(dt_chat *chat, const char *role, const char *conten
     return DT_OK;
 }
 
+/* Renders what a first turn would be, so that a bad template is known before anyone types. */
+static dt_status try_template(dt_chat *chat, dt_error *error) {
+    dt_status status = add_message(chat, "user", "Hello", error);
+    if (status != DT_OK) {
+        return status;
+    }
+    char *text = NULL;
+    status = dt_chat_render(chat->run->model, chat->template_name, chat->messages, chat->n_messages, true, &text, error);
+    dt_free(text);
+    free((char *)chat->messages[--chat->n_messages].content);
+    if (status == DT_ERR_FORMAT && chat->template_name != NULL) {
+        status = error->code = DT_ERR_ARGUMENT;
+    }
+    return status;
+}
+
 dt_status dt_chat_new(dt_run *run, const char *template_name, const char *system_prompt, dt_chat **out, dt_error *error) {
     dt_chat *chat = calloc(1, sizeof *chat);
     if (chat == NULL) {
@@ -56,7 +75,10 @@ dt_status dt_chat_new(dt_run *run, const char *template_name, const char *system
     }
     chat->run = run;
     chat->template_name = template_name;
-    const dt_status status = system_prompt != NULL ? add_message(chat, "system", system_prompt, error) : DT_OK;
+    dt_status status = system_prompt != NULL ? add_message(chat, "system", system_prompt, error) : DT_OK;
+    if (status == DT_OK) {
+        status = try_template(chat, error);
+    }
     if (status != DT_OK) {
         dt_chat_free(chat);
         return status;
@@ -166,9 +188,9 @@ static dt_status extend_tokens(dt_chat *chat, const char *whole, dt_error *error
 /* ---- turns -------------------------------------------------------------------------------------- */
 
 /* The reply as text for the template: special tokens, NUL bytes and a character cut in the middle are left out. */
-static dt_status keep_reply(dt_chat *chat, size_t first, dt_error *error) {
+static dt_status keep_reply(dt_chat *chat, dt_error *error) {
     const dt_run *run = chat->run;
-    const size_t n_tokens = run->n_generated - first;
+    const size_t first = run->reply_first, n_tokens = run->n_generated - first;
     size_t n_bytes = 0, used = 0;
     for (size_t i = 0; i < n_tokens; i++) {
         n_bytes += dt_token_bytes(run->model, run->generated[first + i], false, NULL, 0);
@@ -214,62 +236,153 @@ dt_status dt_chat_turn(dt_chat *chat, const char *text, dt_error *error) {
     if (status == DT_OK) {
         status = extend_tokens(chat, whole, error);
     }
-    size_t first = 0;
     if (status == DT_OK) {
-        status = dt_run_reply(chat->run, chat->tokens, chat->n_tokens, &first, error);
+        status = dt_run_reply(chat->run, chat->tokens, chat->n_tokens, error);
+        if (status == DT_ERR_LIMIT && chat->before != NULL) { /* a first message that doesn't fit is a failure */
+            dt_report(DT_LOG_WARN, "the conversation has outgrown its context and ends here (%s); -c sets a larger one",
+                      error->message);
+            chat->run->context_full = true;
+            dt_free(whole);
+            return DT_OK;
+        }
     }
     if (status != DT_OK) {
         dt_free(whole);
         return status;
     }
-    dt_output_end(&chat->run->output);
     dt_free(chat->before);
     chat->before = whole;
-    return keep_reply(chat, first, error);
+    return keep_reply(chat, error);
 }
 
-/* Reads a line without its end. False at the end of input or when interrupted. */
-static bool read_line(char **line, size_t *capacity, size_t *out_n) {
-    if (isatty(STDIN_FILENO)) {
-        fputs("> ", stderr);
+/* ---- input -------------------------------------------------------------------------------------- */
+
+typedef struct input {
+    bool terminal;
+    char *line; /* as getline left it */
+    size_t line_capacity;
+    char *message; /* its lines joined */
+    size_t n, capacity;
+} input;
+
+static void on_continue(int signal_number) { (void)signal_number; } /* its only effect is to end a wait for input */
+
+static void begin_input(input *in) {
+    in->terminal = isatty(STDIN_FILENO);
+    if (in->terminal) {
+        struct sigaction action = {.sa_handler = on_continue};
+        sigemptyset(&action.sa_mask);
+        sigaction(SIGCONT, &action, NULL);
+        dt_report(DT_LOG_INFO,
+                  "chat: /exit or Ctrl-D ends it, Ctrl-C stops a reply, \\ at a line's end continues it; what has lines of more "
+                  "than %d bytes goes in with -f FILE",
+                  TERMINAL_LINE_BYTES - 1);
     }
-    const ssize_t n = getline(line, capacity, stdin);
-    if (n < 0) {
-        if (isatty(STDIN_FILENO)) {
-            fputc('\n', stderr);
-        }
-        return false;
-    }
-    *out_n = (size_t)n;
-    if (*out_n > 0 && (*line)[*out_n - 1] == '\n') {
-        (*out_n)--;
-    }
-    if (*out_n > 0 && (*line)[*out_n - 1] == '\r') {
-        (*out_n)--;
-    }
-    (*line)[*out_n] = 0;
-    return true;
 }
 
-dt_status dt_chat_loop(dt_chat *chat, const char *first_message, dt_error *error) {
-    char *line = NULL;
-    size_t capacity = 0, n = 0;
-    dt_status status = first_message != NULL ? dt_chat_turn(chat, first_message, error) : DT_OK;
-    while (status == DT_OK && !chat->run->output.closed) {
-        if (dt_interrupted && isatty(STDIN_FILENO)) {
-            dt_interrupted = 0; /* it ended the reply, not the conversation */
+/* Reads a line without its end. -1 at the end of input or when interrupted. */
+static ssize_t read_line(input *in, const char *sign) {
+    ssize_t n;
+    do { /* again after Ctrl-Z and fg */
+        if (in->terminal) {
+            fputs(sign, stderr);
         }
-        if (dt_interrupted || !read_line(&line, &capacity, &n) || strcmp(line, "/exit") == 0) {
+        clearerr(stdin);
+        errno = 0;
+        n = getline(&in->line, &in->line_capacity, stdin);
+    } while (n < 0 && errno == EINTR && !dt_interrupted);
+    if (n < 0 && in->terminal) {
+        fputc('\n', stderr);
+    }
+    if (n > 0 && in->line[n - 1] == '\n') {
+        n--;
+    }
+    if (n > 0 && in->line[n - 1] == '\r') {
+        n--;
+    }
+    return n;
+}
+
+/* Reads a message: a line, and those that it continues on. *out_more is false at the end of input or when interrupted. */
+static dt_status read_message(input *in, bool *out_more, dt_error *error) {
+    bool continues = true, cut = false;
+    *out_more = false;
+    in->n = 0;
+    for (const char *sign = "> "; continues; sign = "  ") {
+        const ssize_t got = read_line(in, sign);
+        if (got < 0) {
             break;
         }
-        if (strlen(line) != n) {
+        *out_more = true;
+        const size_t n = (size_t)got;
+        if (in->n + n + 2 > in->capacity) {
+            const size_t capacity = 2 * (in->n + n) + 256;
+            char *grown = realloc(in->message, capacity);
+            if (grown == NULL) {
+                return no_memory(error);
+            }
+            in->message = grown;
+            in->capacity = capacity;
+        }
+        cut = cut || (in->terminal && n >= TERMINAL_LINE_BYTES - 1);
+        memcpy(in->message + in->n, in->line, n);
+        in->n += n;
+        continues = n > 0 && in->line[n - 1] == '\\';
+        if (continues) {
+            in->message[in->n - 1] = '\n';
+        }
+    }
+    if (cut) {
+        dt_report(DT_LOG_WARN, "the terminal cuts lines of more than %d bytes, so this message was not sent; use -f FILE",
+                  TERMINAL_LINE_BYTES - 1);
+        in->n = 0;
+    }
+    *out_more = *out_more && !dt_interrupted; /* what was begun when Ctrl-C came is not meant to be sent */
+    if (*out_more) {
+        in->message[in->n] = 0;
+    }
+    return DT_OK;
+}
+
+/* "/word", blanks around it aside. */
+static bool is_command(const char *message, char out[32]) {
+    int end = 0;
+    return sscanf(message, " /%30[a-zA-Z] %n", out, &end) == 1 && end > 0 && message[end] == 0;
+}
+
+static bool is_blank(const char *message) { return message[strspn(message, " \t\n")] == 0; }
+
+dt_status dt_chat_loop(dt_chat *chat, const char *first_message, dt_error *error) {
+    input in = {0};
+    char command[32];
+    const dt_run *run = chat->run;
+    begin_input(&in);
+    dt_status status = first_message != NULL ? dt_chat_turn(chat, first_message, error) : DT_OK;
+    while (status == DT_OK && !run->output.closed && !run->context_full) {
+        bool more = false;
+        if (dt_interrupted && in.terminal) {
+            dt_interrupted = 0; /* it ended the reply, not the conversation */
+        }
+        if (!dt_interrupted) {
+            status = read_message(&in, &more, error);
+        }
+        if (!more || status != DT_OK) {
+            break;
+        }
+        if (strlen(in.message) != in.n) {
             snprintf(error->message, sizeof error->message,
                      "a message holds a NUL byte, which a chat template can't take; remove it");
             status = error->code = DT_ERR_ARGUMENT;
-        } else if (n > 0) {
-            status = dt_chat_turn(chat, line, error);
+        } else if (is_command(in.message, command)) {
+            if (strcmp(command, "exit") == 0) {
+                break;
+            }
+            dt_report(DT_LOG_WARN, "there is no command /%s; the only one is /exit", command);
+        } else if (!is_blank(in.message)) {
+            status = dt_chat_turn(chat, in.message, error);
         }
     }
-    free(line);
+    free(in.line);
+    free(in.message);
     return status;
 }

@@ -2,7 +2,8 @@
  * ./main: one model, one conversation, on the command line.
  *
  * Order matters here: all that can be refused without the model (flags, files, the place for the statistics) is refused
- * before it is loaded. Exit code 0: done, also after Ctrl-C or a closed stdout; 1: the run failed; 2: bad usage.
+ * before it is loaded. Exit code 0: done, also after Ctrl-C or a closed stdout; 1: the run failed, or the model can't be
+ * opened; 2: bad usage, a file that the command line names and that can't be used included.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "chat.h"
@@ -28,12 +29,12 @@ static const dt_option text_rows[] = {
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0,
      "the same from a file, - = stdin; one final newline is dropped, other bytes stay"},
     {"-n, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, INT32_MAX,
-     "tokens to generate; -1 = to the end of the text, 0 = read only (-1)"},
+     "tokens to generate, in a chat per reply; -1 = to the end of the text, 0 = read only (-1)"},
     {"-e, --escape", NULL, DT_OPTION_ON, AT(escape), 0, 0,
      "in -p and -sys \\n, \\r, \\t, \\', \\\", \\\\ and \\xHH stand for what they do in C (on)"},
     {"--no-escape", NULL, DT_OPTION_OFF, AT(escape), 0, 0, "take -p and -sys as they are"},
     {"-cnv, --conversation", NULL, DT_OPTION_ON, AT(conversation), 0, 0,
-     "chat with the model's template: a line is a message, /exit ends (off)"},
+     "chat with the model's template: a line is a message, \\ at its end continues it, /exit ends (off)"},
     {"-no-cnv, --no-cnv, --no-conversation", NULL, DT_OPTION_OFF, AT(conversation), 0, 0, "go on from the text, no chat"},
     {"-sys, --system-prompt", "S", DT_OPTION_TEXT, AT(system_prompt), 0, 0, "instruction at the front of a chat"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
@@ -48,7 +49,8 @@ static const dt_option_group *const groups[] = {&text_options,        &dt_model_
 
 static int fail(dt_status status, const dt_error *error, bool setting_up) {
     dt_report(DT_LOG_ERROR, "%s", error->message);
-    return setting_up && (status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG) ? 2 : 1;
+    const bool refused = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO || status == DT_ERR_LIMIT;
+    return setting_up && refused ? 2 : 1;
 }
 
 static double milliseconds_now(void) {
@@ -175,7 +177,7 @@ static dt_status describe_eviction(const main_options *o, const dt_model *model,
 
 static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
     int32_t *tokens = NULL;
-    size_t n = 0, first;
+    size_t n = 0;
     dt_status status = dt_tokenize(run->model, t->prompt, t->n_prompt, true, true, &tokens, &n, error);
     if (status == DT_OK && n == 0 && dt_token_start(run->model) >= 0) {
         tokens[n++] = dt_token_start(run->model);
@@ -187,42 +189,14 @@ static dt_status complete(const main_options *o, dt_run *run, const texts *t, in
         if (o->display_prompt) {
             dt_output_write(&run->output, t->prompt, t->n_prompt);
         }
-        status = dt_run_reply(run, tokens, n, &first, error);
-        if (status == DT_OK || run->output.line_begun) {
-            dt_output_end(&run->output);
-        }
+        status = dt_run_reply(run, tokens, n, error);
     }
     dt_free(tokens);
     return status;
 }
 
-static dt_status converse(const main_options *o, dt_run *run, const texts *t, dt_error *error) {
-    dt_chat *chat = NULL;
-    dt_status status = dt_chat_new(run, o->chat_template, t->system_prompt, &chat, error);
-    if (status == DT_OK) {
-        status = dt_chat_loop(chat, t->n_prompt > 0 ? t->prompt : NULL, error);
-    }
-    dt_chat_free(chat);
-    return status;
-}
-
-static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats_file *stats, double load_ms) {
-    dt_error error = {0};
-    dt_status status = dt_run_begin(run, &error);
-    if (status != DT_OK) {
-        return fail(status, &error, true);
-    }
-    if (run->sampling.temp > 0) {
-        dt_report(DT_LOG_INFO, "seed: %u", (unsigned)run->sampling.seed);
-    }
-    int exit_code = 0;
-    status = o->conversation ? converse(o, run, t, &error) : complete(o, run, t, &exit_code, &error);
-    if (status != DT_OK) {
-        return fail(status, &error, false);
-    }
-    if (exit_code != 0) {
-        return exit_code;
-    }
+/* Timings to the log, numbers to the file. */
+static dt_status tell_numbers(const main_options *o, const dt_run *run, dt_stats_file *stats, double load_ms, dt_error *error) {
     const dt_run_numbers numbers = {
         .model = o->shared.model,
         .prompt_tokens = run->prompt_tokens,
@@ -233,8 +207,35 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
         .generated = run->generated,
     };
     dt_report_timings(&numbers, run->session);
-    status = stats != NULL ? dt_stats_file_write(stats, &numbers, run->model, run->session, &error) : DT_OK;
-    return status == DT_OK ? 0 : fail(status, &error, false);
+    return stats != NULL ? dt_stats_file_write(stats, &numbers, run->model, run->session, error) : DT_OK;
+}
+
+static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats_file *stats, double load_ms) {
+    dt_error error = {0}, error_of_numbers = {0};
+    dt_chat *chat = NULL;
+    dt_status status = dt_run_begin(run, &error), status_of_numbers = DT_OK;
+    if (status == DT_OK && o->conversation) {
+        status = dt_chat_new(run, o->chat_template, t->system_prompt, &chat, &error);
+    }
+    if (status != DT_OK) {
+        return fail(status, &error, true);
+    }
+    if (run->sampling.temp > 0) {
+        dt_report(DT_LOG_INFO, "seed: %u", (unsigned)run->sampling.seed);
+    }
+    int exit_code = 0;
+    status =
+        chat != NULL ? dt_chat_loop(chat, t->n_prompt > 0 ? t->prompt : NULL, &error) : complete(o, run, t, &exit_code, &error);
+    dt_chat_free(chat);
+    if (exit_code != 0) {
+        return exit_code;
+    }
+    if (status == DT_OK || run->n_generated > 0) { /* a run that fails late has numbers too */
+        status_of_numbers = tell_numbers(o, run, stats, load_ms, &error_of_numbers);
+    }
+    return status != DT_OK              ? fail(status, &error, false)
+           : status_of_numbers != DT_OK ? fail(status_of_numbers, &error_of_numbers, false)
+                                        : 0;
 }
 
 static int with_model(const main_options *o, const texts *t, dt_model *model, dt_stats_file *stats, double begun) {
@@ -276,10 +277,16 @@ static int run_all(const main_options *o) {
         status = dt_stats_file_open(o->shared.stats_json, &stats, &error);
     }
     const double begun = milliseconds_now();
-    if (status == DT_OK) {
-        status = dt_model_open(o->shared.model, NULL, &model, &error);
+    int exit_code = 0;
+    if (status == DT_ERR_CANCELLED) {
+        dt_report(DT_LOG_INFO, "interrupted");
+    } else if (status != DT_OK) {
+        exit_code = fail(status, &error, true);
+    } else if ((status = dt_model_open(o->shared.model, NULL, &model, &error)) != DT_OK) {
+        exit_code = fail(status, &error, false);
+    } else {
+        exit_code = with_model(o, &t, model, stats, begun);
     }
-    const int exit_code = status == DT_OK ? with_model(o, &t, model, stats, begun) : fail(status, &error, false);
     dt_model_close(model);
     dt_stats_file_free(stats);
     texts_free(&t);
@@ -292,14 +299,22 @@ int main(int argc, char **argv) {
     dt_shared_options_init(&o.shared);
     dt_run_signals();
     const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
+    const char *slash = argc > 0 ? strrchr(argv[0], '/') : NULL;
+    const char *program = slash != NULL ? slash + 1 : argc > 0 ? argv[0] : "main";
+    if (o.shared.help || argc < 2) {
+        fprintf(o.shared.help ? stdout : stderr, "usage: %s -m FILE (-p TEXT | -f FILE | -cnv) [flags]\n", program);
+    }
     if (o.shared.help) {
-        printf("usage: %s -m FILE (-p TEXT | -f FILE | -cnv) [flags]\n", argv[0]);
         dt_options_help(stdout, groups, N_GROUPS);
         return 0;
     }
     if (o.shared.version) {
         printf("DeepTutor %s\n", DT_VERSION);
         return 0;
+    }
+    if (argc < 2) {
+        fprintf(stderr, "error: name a model, and a text to go on from; --help lists all flags\n");
+        return 2;
     }
     if (!parsed || !check(&o, message, sizeof message)) {
         fprintf(stderr, "error: %s\n", message);

@@ -14,6 +14,8 @@
 #define N_OF(array) (sizeof(array) / sizeof(array)[0])
 #define AT(member) offsetof(dt_shared_options, member)
 #define NAME_MAX_BYTES 48
+#define HELP_COLUMNS 80
+#define HELP_INDENT 32 /* where explanations begin */
 
 static const dt_option model_rows[] = {
     {"-m, --model", "F", DT_OPTION_TEXT, AT(model), 0, 0, "model file (GGUF), or the first of a split set"},
@@ -31,8 +33,7 @@ static const dt_option model_rows[] = {
 static const dt_option eviction_rows[] = {
     {"--cache-eviction", NULL, DT_OPTION_ON, AT(eviction), 0, 0, "TLC on: every layer keeps the tokens its budget allows (off)"},
     {"--no-cache-eviction", NULL, DT_OPTION_OFF, AT(eviction), 0, 0, "TLC off: nothing is evicted"},
-    {"--eviction-preset", "chat|docqa|code|summary", DT_OPTION_TEXT, AT(eviction_preset), 0, 0,
-     "named settings (chat); this and the next three need --cache-eviction"},
+    {"--eviction-preset", "chat|docqa|code|summary", DT_OPTION_TEXT, AT(eviction_preset), 0, 0, "named settings (chat)"},
     {"--eviction-config", "F", DT_OPTION_TEXT, AT(eviction_config), 0, 0, "settings per layer, JSON"},
     {"--max-cache-size", "N", DT_OPTION_INT, AT(max_cache_size), 1, INT32_MAX, "tokens that a layer may keep, for all layers"},
     {"--min-cache-size", "N", DT_OPTION_INT, AT(min_cache_size), 0, INT32_MAX,
@@ -67,7 +68,8 @@ static const dt_option output_rows[] = {
 };
 
 const dt_option_group dt_model_options = {"Model and cache", model_rows, N_OF(model_rows)};
-const dt_option_group dt_eviction_options = {"Cache eviction (TLC)", eviction_rows, N_OF(eviction_rows)};
+const dt_option_group dt_eviction_options = {"Cache eviction (TLC); all settings need --cache-eviction", eviction_rows,
+                                             N_OF(eviction_rows)};
 const dt_option_group dt_sampling_options = {"Sampling", sampling_rows, N_OF(sampling_rows)};
 const dt_option_group dt_stats_options = {"Numbers of the run", stats_rows, N_OF(stats_rows)};
 const dt_option_group dt_output_options = {"Log and help", output_rows, N_OF(output_rows)};
@@ -199,6 +201,14 @@ static size_t edit_distance(const char *a, const char *b) {
     return row[n_b];
 }
 
+/* Whether who wrote `name` may have meant `known`: few letters differ, or one begins with the other (--temperature). */
+static bool is_close(const char *name, const char *known, size_t distance) {
+    const size_t n = strlen(name), n_known = strlen(known), shorter = n < n_known ? n : n_known;
+    const bool begins_alike = shorter > 4 && strncmp(name, known, shorter) == 0;
+    return begins_alike || (2 * distance < n && distance <= (n / 3 > 2 ? n / 3 : 2));
+}
+
+/* Leaves `out` alone when no known name is close. */
 static void nearest_name(const dt_option_group *const *groups, size_t n_groups, const char *name, char out[NAME_MAX_BYTES]) {
     size_t best = SIZE_MAX;
     char word[NAME_MAX_BYTES];
@@ -206,7 +216,7 @@ static void nearest_name(const dt_option_group *const *groups, size_t n_groups, 
         for (size_t i = 0; i < groups[g]->n_options; i++) {
             for (const char *rest = groups[g]->options[i].names; (rest = next_word(rest, ',', word)) != NULL;) {
                 const size_t distance = edit_distance(name, word);
-                if (distance < best) {
+                if (distance < best && is_close(name, word, distance)) {
                     best = distance;
                     memcpy(out, word, NAME_MAX_BYTES);
                 }
@@ -297,7 +307,9 @@ bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int
         const dt_option *option = find_option(groups, n_groups, name);
         if (option == NULL) {
             nearest_name(groups, n_groups, name, nearest);
-            return refuse(message, capacity, "there is no flag %s; did you mean %s? (--help lists all)", name, nearest);
+            return nearest[0] != 0
+                       ? refuse(message, capacity, "there is no flag %s; did you mean %s? (--help lists all)", name, nearest)
+                       : refuse(message, capacity, "there is no flag %s; --help lists all", name);
         }
         const bool takes_value = option->value != NULL;
         if (!takes_value && text != NULL) {
@@ -316,13 +328,31 @@ bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int
     return true;
 }
 
+/* Words from column HELP_INDENT on, in lines that end before HELP_COLUMNS. */
+static void print_wrapped(FILE *file, const char *text) {
+    int column = HELP_INDENT;
+    while (*text != 0) {
+        const int n = (int)strcspn(text, " ");
+        if (column > HELP_INDENT && column + 1 + n >= HELP_COLUMNS) {
+            fprintf(file, "\n%*s", HELP_INDENT, "");
+            column = HELP_INDENT;
+        }
+        column += fprintf(file, "%s%.*s", column > HELP_INDENT ? " " : "", n, text);
+        text += n + (text[n] == ' ' ? 1 : 0);
+    }
+    fputc('\n', file);
+}
+
 void dt_options_help(FILE *file, const dt_option_group *const *groups, size_t n_groups) {
     for (size_t g = 0; g < n_groups; g++) {
         fprintf(file, "\n%s\n", groups[g]->title);
         for (size_t i = 0; i < groups[g]->n_options; i++) {
             const dt_option *option = &groups[g]->options[i];
-            const int n = fprintf(file, "  %s %s", option->names, option->value != NULL ? option->value : "");
-            fprintf(file, "%s%*s%s\n", n > 36 ? "\n" : "", n > 36 ? 37 : 37 - n, "", option->help);
+            const int n = fprintf(file, "  %s%s%s", option->names, option->value != NULL ? " " : "",
+                                  option->value != NULL ? option->value : "");
+            const bool below = n + 1 >= HELP_INDENT;
+            fprintf(file, "%s%*s", below ? "\n" : "", below ? HELP_INDENT : HELP_INDENT - n, "");
+            print_wrapped(file, option->help);
         }
     }
 }
@@ -333,16 +363,20 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
     if (o->model == NULL || o->model[0] == 0) {
         return refuse(message, capacity, "no model was named; give one with -m FILE");
     }
-    if (!o->eviction &&
-        (o->eviction_config != NULL || o->eviction_preset != NULL || o->max_cache_size > 0 || o->min_cache_size >= 0)) {
+    if (!o->eviction && (o->eviction_config != NULL || o->eviction_preset != NULL || o->max_cache_size > 0 ||
+                         o->min_cache_size >= 0 || o->prefill != 0)) {
         return refuse(message, capacity,
-                      "--eviction-preset, --eviction-config, --max-cache-size and --min-cache-size need --cache-eviction");
+                      "--eviction-preset, --eviction-config, --max-cache-size, --min-cache-size and --prefill streaming need "
+                      "--cache-eviction");
     }
     if (o->eviction_config != NULL && o->eviction_preset != NULL) {
         return refuse(message, capacity, "give --eviction-preset or --eviction-config, not both");
     }
     if ((o->grammar != NULL) + (o->grammar_file != NULL) + (o->json_schema != NULL) > 1) {
         return refuse(message, capacity, "give one of --grammar, --grammar-file and --json-schema");
+    }
+    if (o->stats_json != NULL && strcmp(o->stats_json, "-") == 0) {
+        return refuse(message, capacity, "--stats-json needs a file; stdout is for the text");
     }
     return true;
 }
@@ -392,6 +426,9 @@ dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model 
             : dt_eviction_from_preset(model, o->eviction_preset != NULL ? o->eviction_preset : "chat", &eviction, error);
     if (status == DT_OK && (o->max_cache_size > 0 || o->min_cache_size >= 0)) {
         status = dt_eviction_override(eviction, (int32_t)o->max_cache_size, (int32_t)o->min_cache_size, error);
+    }
+    if (status == DT_ERR_IO) {
+        status = error->code = DT_ERR_CONFIG; /* a config that can't be read is as wrong as one that can't be used */
     }
     if (status != DT_OK) {
         dt_eviction_free(eviction);

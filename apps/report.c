@@ -5,7 +5,8 @@
  * another name in the same folder and is renamed over the target, unless the target is no regular file (/dev/null).
  */
 #define _POSIX_C_SOURCE 200809L /* getpid, clock_gettime */
-#define _DEFAULT_SOURCE         /* realpath, strdup on glibc */
+#define _DEFAULT_SOURCE         /* realpath, strdup, TIOCGWINSZ on glibc */
+#define _DARWIN_C_SOURCE        /* TIOCGWINSZ on macOS */
 #include "report.h"
 
 #include <jansson.h>
@@ -13,22 +14,28 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-#define BAR_COLUMNS 80
+#define BAR_COLUMNS 80 /* where the terminal doesn't tell its width */
+#define BAR_WIPE "\r\033[K"
 #define BAR_DELAY_S 0.5 /* what is quicker needs no bar */
 
 static struct {
     dt_log_level level;
-    bool bar, drawn;
-    double started, last; /* seconds; started 0 = no progress yet */
+    bool library_quiet, bar;
+    volatile sig_atomic_t drawn;
+    double started, last;        /* seconds; started 0 = no progress yet */
+    int64_t done_at_start, done; /* tokens: at the first call, after the last step */
+    double stepped;              /* when the last step ended */
 } report;
 
 static double seconds_now(void) {
@@ -39,9 +46,20 @@ static double seconds_now(void) {
 
 static void wipe_bar(void) {
     if (report.drawn) {
-        fprintf(stderr, "\r%*s\r", BAR_COLUMNS - 1, "");
-        report.drawn = false;
+        fputs(BAR_WIPE, stderr);
+        report.drawn = 0;
     }
+}
+
+void dt_report_abandon_bar(void) {
+    if (report.drawn && write(STDERR_FILENO, BAR_WIPE, sizeof BAR_WIPE - 1) > 0) {
+        report.drawn = 0;
+    }
+}
+
+static size_t bar_columns(void) {
+    struct winsize size;
+    return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1 ? size.ws_col : BAR_COLUMNS;
 }
 
 static void print_line(dt_log_level level, const char *line) {
@@ -53,8 +71,10 @@ static void print_line(dt_log_level level, const char *line) {
 
 static void receive_log(dt_log_level level, const char *line, void *user) {
     (void)user;
-    print_line(level, line);
+    print_line(report.library_quiet ? DT_LOG_DEBUG : level, line);
 }
+
+void dt_report_library_quiet(bool quiet) { report.library_quiet = quiet; }
 
 void dt_report_init(dt_log_level level, bool bar) {
     report.level = level;
@@ -79,24 +99,32 @@ void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_
     }
     const double now = seconds_now();
     if (report.started == 0) {
-        report.started = now;
+        report.started = report.stepped = now;
+        report.done_at_start = report.done = done;
     }
-    const double elapsed = now - report.started;
-    if (elapsed < BAR_DELAY_S || now - report.last < 0.1) {
+    if (done != report.done) {
+        report.done = done;
+        report.stepped = now;
+    }
+    if (now - report.started < BAR_DELAY_S || now - report.last < 0.1) {
         return;
     }
     report.last = now;
     dt_session_stats stats;
     dt_session_get_stats(session, &stats);
-    char percent[32] = "", line[BAR_COLUMNS];
+    char percent[32] = "", numbers[128] = "", line[256];
     if (total > 0) {
-        snprintf(percent, sizeof percent, "%3d %%  ", (int)(100 * done / total));
+        snprintf(percent, sizeof percent, " %3d %%", (int)(100 * done / total));
     }
-    snprintf(line, sizeof line, "%s %s%lld tokens  %.1f tokens/s  KV %.1f MiB", what, percent, (long long)done,
-             (double)done / elapsed, (double)stats.kv_bytes / 1048576.0);
-    fprintf(stderr, "\r%-*s", BAR_COLUMNS - 1, line);
+    if (report.stepped > report.started) { /* the clock of the rate stands still between steps, as the count does */
+        snprintf(numbers, sizeof numbers, "  %lld tokens  %.1f tokens/s  KV %.1f MiB", (long long)done,
+                 (double)(done - report.done_at_start) / (report.stepped - report.started), (double)stats.kv_bytes / 1048576.0);
+    }
+    const int n = snprintf(line, sizeof line, "%s%s%s", what, percent, numbers);
+    const size_t room = bar_columns() - 1; /* a full line would wrap, and then stay */
+    fprintf(stderr, "\r%.*s\033[K", (int)((size_t)n < room ? (size_t)n : room), line);
     fflush(stderr);
-    report.drawn = true;
+    report.drawn = 1;
 }
 
 void dt_report_progress_end(void) {
@@ -115,8 +143,8 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
     dt_report(DT_LOG_INFO, "decode   %10.1f ms  %7lld tokens  %9.1f tokens/s", s.decode_ms, (long long)s.decode_tokens,
               per_second(s.decode_tokens, s.decode_ms));
     if (numbers->eviction) {
-        dt_report(DT_LOG_INFO, "eviction %10.1f ms  %7lld rounds  %lld tokens evicted", s.eviction_ms, (long long)s.eviction_rounds,
-                  (long long)s.evicted_tokens);
+        dt_report(DT_LOG_INFO, "eviction %10.1f ms  %7lld layer rounds  %lld tokens evicted", s.eviction_ms,
+                  (long long)s.eviction_rounds, (long long)s.evicted_tokens);
         if (s.eviction_rounds == 0) {
             dt_report(DT_LOG_INFO, "TLC: budget not reached: nothing was evicted");
         }
@@ -280,7 +308,7 @@ static bool write_all(const char *path, const char *text) {
 dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
                               dt_error *error) {
     json_t *root = json_stats(numbers, model, session);
-    char *text = json_dumps(root, JSON_INDENT(2));
+    char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(15)); /* 17 digits would show what rounding left over */
     json_decref(root);
     if (text == NULL) {
         return cannot_write(error, file->path, ENOMEM);

@@ -12,11 +12,15 @@
 /* Lines of `level` and above go to stderr; bar: where stderr is a terminal. Becomes the receiver of the library's log. */
 void dt_report_init(dt_log_level level, bool bar);
 void dt_report(dt_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total 0 = unknown. Draws at most ten times a second. */
+/* While quiet, the library's own lines count as debug ones. */
+void dt_report_library_quiet(bool quiet);
+/* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total <= 0: unknown. Draws at most ten times a second. */
 void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_session *session);
 /* Wipes the bar, and starts the clock of the next one. */
 void dt_report_progress_end(void);
 bool dt_report_has_bar(void);
+/* Wipes the bar; safe in a signal handler, for a process that ends there. */
+void dt_report_abandon_bar(void);
 
 /* The numbers of a run. Token counts are summed over the turns of a chat. */
 typedef struct dt_run_numbers {

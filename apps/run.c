@@ -16,6 +16,7 @@ volatile sig_atomic_t dt_interrupted;
 static void on_interrupt(int signal_number) {
     (void)signal_number;
     if (dt_interrupted) {
+        dt_report_abandon_bar();
         _exit(130);
     }
     dt_interrupted = 1;
@@ -42,9 +43,15 @@ static void write_bytes(dt_output *output, const char *bytes, size_t n) {
     if (n == 0 || output->closed || output->error != 0) {
         return;
     }
-    if (fwrite(bytes, 1, n, stdout) != n || fflush(stdout) != 0) {
-        output->closed = errno == EPIPE || errno == EBADF;
-        output->error = output->closed ? 0 : errno;
+    for (size_t done = 0; done < n;) { /* not stdio, which loses text when a signal interrupts it */
+        const ssize_t written = write(STDOUT_FILENO, bytes + done, n - done);
+        if (written >= 0) {
+            done += (size_t)written;
+        } else if (errno != EINTR) {
+            output->closed = errno == EPIPE || errno == EBADF;
+            output->error = output->closed ? 0 : errno;
+            return;
+        }
     }
     output->line_begun = bytes[n - 1] != '\n';
 }
@@ -93,7 +100,10 @@ static dt_status renew_sampler(dt_run *run, dt_error *error) {
     dt_sampler_free(run->sampler);
     run->sampler = NULL;
     run->n_accepted = 0;
-    return dt_sampler_new(run->model, &run->sampling, &run->sampler, error);
+    dt_report_library_quiet(true); /* why a grammar is refused comes back as the error */
+    const dt_status status = dt_sampler_new(run->model, &run->sampling, &run->sampler, error);
+    dt_report_library_quiet(false);
+    return status;
 }
 
 dt_status dt_run_begin(dt_run *run, dt_error *error) {
@@ -111,8 +121,11 @@ void dt_run_end(dt_run *run) {
 
 static bool on_prefill(int64_t done, int64_t total, void *user) {
     const dt_run *run = user;
+    if (dt_interrupted) {
+        return false;
+    }
     dt_report_progress("reading", done, total, run->session);
-    return !dt_interrupted;
+    return true;
 }
 
 static bool keep_token(dt_run *run, int32_t token) {
@@ -139,7 +152,7 @@ static bool on_token(int32_t token, void *user) {
     const size_t n = dt_token_bytes(run->model, token, false, bytes, sizeof bytes);
     dt_output_write(&run->output, bytes, n < sizeof bytes ? n : sizeof bytes);
     if (dt_report_has_bar() && !isatty(STDOUT_FILENO)) {
-        dt_report_progress("writing", (int64_t)run->n_generated, run->n_predict, run->session);
+        dt_report_progress("writing", (int64_t)(run->n_generated - run->reply_first), run->n_predict, run->session);
     }
     return !dt_interrupted && !run->output.closed && run->output.error == 0;
 }
@@ -154,31 +167,43 @@ static dt_status tell_sampler(dt_run *run, const int32_t *tokens, size_t n, dt_e
     return DT_OK;
 }
 
-dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, size_t *out_first, dt_error *error) {
-    *out_first = run->n_generated;
+/* Reads the conversation and generates; *out_asked: it came to generating. */
+static dt_status read_and_generate(dt_run *run, const int32_t *tokens, size_t n, bool *out_asked, dt_error *error) {
+    dt_sync_result synced = {0};
+    dt_status status = dt_session_sync(run->session, tokens, n, on_prefill, run, &synced, error);
+    dt_report_progress_end();
+    run->prompt_tokens += synced.reused_tokens + synced.computed_tokens;
+    run->reused_tokens += synced.reused_tokens;
+    if (status == DT_ERR_CANCELLED && dt_interrupted) {
+        return DT_OK;
+    }
+    if (status != DT_OK || run->n_predict == 0 || dt_interrupted) {
+        return status;
+    }
+    *out_asked = true;
+    dt_generate_result result = {0};
+    status = dt_generate(run->session, run->sampler, run->n_predict, on_token, run, &result, error);
+    dt_report_progress_end();
+    run->n_accepted += run->n_generated - run->reply_first;
+    run->context_full = result.why == DT_STOP_CONTEXT;
+    return status;
+}
+
+dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, dt_error *error) {
+    run->reply_first = run->n_generated;
     const bool constrained = run->sampling.grammar != NULL || run->sampling.json_schema != NULL;
+    bool asked = false;
     dt_status status =
         constrained && run->n_accepted > 0 ? renew_sampler(run, error) : DT_OK; /* each reply follows the grammar anew */
     if (status == DT_OK) {
         status = tell_sampler(run, tokens, n, error);
     }
-    if (status != DT_OK) {
-        return status;
+    if (status == DT_OK && !dt_interrupted) {
+        status = read_and_generate(run, tokens, n, &asked, error);
     }
-    dt_sync_result synced = {0};
-    status = dt_session_sync(run->session, tokens, n, on_prefill, run, &synced, error);
-    dt_report_progress_end();
-    if (status != DT_OK) {
-        return status == DT_ERR_CANCELLED && dt_interrupted ? DT_OK : status;
+    if ((asked && status == DT_OK) || run->output.line_begun || run->output.n_held > 0) {
+        dt_output_end(&run->output);
     }
-    run->prompt_tokens += (int64_t)n;
-    run->reused_tokens += synced.reused_tokens;
-    dt_generate_result result = {0};
-    if (run->n_predict != 0 && !dt_interrupted) {
-        status = dt_generate(run->session, run->sampler, run->n_predict, on_token, run, &result, error);
-    }
-    dt_report_progress_end();
-    run->n_accepted += run->n_generated - *out_first;
     if (status == DT_OK && run->out_of_memory) {
         error->code = status = DT_ERR_MEMORY;
         snprintf(error->message, sizeof error->message, "out of memory for the generated tokens");
@@ -187,51 +212,60 @@ dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, size_t *out
         error->code = status = DT_ERR_IO;
         snprintf(error->message, sizeof error->message, "the text can't be written to stdout: %s", strerror(run->output.error));
     }
-    if (status == DT_OK && result.why == DT_STOP_CONTEXT) {
+    if (status == DT_OK && run->context_full) {
         dt_report(DT_LOG_WARN, "the text reached the longest length of the conversation and ends here; -c sets it");
+    }
+    if (status == DT_OK && dt_interrupted) {
+        dt_report(DT_LOG_INFO, "interrupted");
     }
     return status;
 }
 
 /* ---- files -------------------------------------------------------------------------------------- */
 
+/* Reads to the end into *text, which grows. False with errno set; EINTR after Ctrl-C. One empty read is the end: a terminal
+ * gives it once, for Ctrl-D. */
+static bool read_all(int descriptor, char **text, size_t *out_n) {
+    size_t n = 0, capacity = 0;
+    while (true) {
+        if (capacity - n < 4096) {
+            char *grown = realloc(*text, capacity = capacity * 2 + (1 << 16));
+            if (grown == NULL) {
+                errno = ENOMEM;
+                return false;
+            }
+            *text = grown;
+        }
+        const ssize_t got = dt_interrupted ? (errno = EINTR, -1) : read(descriptor, *text + n, capacity - n - 1);
+        if (got > 0) {
+            n += (size_t)got;
+        } else if (got == 0) {
+            (*text)[n] = 0;
+            *out_n = n;
+            return true;
+        } else if (errno != EINTR || dt_interrupted) {
+            return false;
+        }
+    }
+}
+
 dt_status dt_read_file(const char *path, char **out, size_t *out_n, dt_error *error) {
     const bool standard = strcmp(path, "-") == 0;
-    FILE *file = standard ? stdin : fopen(path, "rb");
-    size_t n = 0, capacity = 1 << 16;
-    char *text = file != NULL ? malloc(capacity) : NULL;
-    while (text != NULL) {
-        const size_t got = fread(text + n, 1, capacity - n - 1, file);
-        n += got;
-        if (got == 0) {
-            break;
-        }
-        if (capacity - n < 4096) {
-            char *grown = realloc(text, capacity *= 2);
-            if (grown == NULL) {
-                free(text);
-                errno = ENOMEM;
-            }
-            text = grown;
-        }
+    if (standard && isatty(STDIN_FILENO)) {
+        dt_report(DT_LOG_INFO, "reading the prompt from the terminal; Ctrl-D on an empty line ends it");
     }
-    if (text != NULL && ferror(file)) {
+    char *text = NULL;
+    const int descriptor = standard ? STDIN_FILENO : open(path, O_RDONLY | O_CLOEXEC);
+    const bool read_whole = descriptor >= 0 && read_all(descriptor, &text, out_n);
+    const int reason = errno;
+    if (descriptor >= 0 && !standard) {
+        close(descriptor);
+    }
+    if (!read_whole) {
         free(text);
-        text = NULL;
+        snprintf(error->message, sizeof error->message, "%s can't be read: %s", standard ? "stdin" : path, strerror(reason));
+        return error->code = reason == EINTR ? DT_ERR_CANCELLED : DT_ERR_IO;
     }
-    if (text == NULL) {
-        error->code = DT_ERR_IO;
-        snprintf(error->message, sizeof error->message, "%s can't be read: %s", standard ? "stdin" : path, strerror(errno));
-    } else {
-        text[n] = 0;
-        *out = text;
-        *out_n = n;
-    }
-    const dt_status status = text != NULL ? DT_OK : DT_ERR_IO;
-    if (file != NULL && !standard) {
-        const int reason = errno;
-        fclose(file);
-        errno = reason;
-    }
-    return status;
+    *out = text;
+    return DT_OK;
 }

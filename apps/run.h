@@ -2,7 +2,8 @@
  * One run of a program that generates text: tokens in, text to stdout as it comes, interruption, counting.
  *
  * Invariants: only whole UTF-8 characters are written, except that at the end whatever is left goes out; nothing but generated
- * text (and the prompt where asked) reaches stdout; a closed stdout or Ctrl-C ends the run without an error.
+ * text (and the prompt where asked) reaches stdout; a closed stdout or Ctrl-C ends the run without an error; the text's last
+ * line is ended before anything about the reply is logged.
  */
 #ifndef DT_APPS_RUN_H
 #define DT_APPS_RUN_H
@@ -11,7 +12,7 @@
 
 #include <signal.h>
 
-/* Set by the first Ctrl-C; the second one ends the process with 130. */
+/* Set by the first Ctrl-C; the second one wipes the bar and ends the process with 130. */
 extern volatile sig_atomic_t dt_interrupted;
 /* Ctrl-C as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
 void dt_run_signals(void);
@@ -38,17 +39,19 @@ typedef struct dt_run {
     int64_t prompt_tokens, reused_tokens; /* over all replies */
     int32_t *generated;                   /* over all replies */
     size_t n_generated, generated_capacity;
-    size_t n_accepted; /* tokens of the conversation that the sampler knows */
+    size_t reply_first; /* of them: the last reply is generated[reply_first..] */
+    size_t n_accepted;  /* tokens of the conversation that the sampler knows */
     bool out_of_memory;
+    bool context_full; /* the last reply ended for lack of room */
 } dt_run;
 
 /* run->model, session, sampling and n_predict are set. */
 dt_status dt_run_begin(dt_run *run, dt_error *error);
 void dt_run_end(dt_run *run);
-/* Makes the conversation tokens[n] and generates after it; the reply is run->generated[*out_first..]. */
-dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, size_t *out_first, dt_error *error);
+/* Makes the conversation tokens[n] and generates after it. */
+dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, dt_error *error);
 
-/* The whole of a file, "-" = stdin; NUL-terminated, *out_n without that. Free with free(). */
+/* The whole of a file, "-" = stdin; NUL-terminated, *out_n without that. Free with free(). DT_ERR_CANCELLED after Ctrl-C. */
 dt_status dt_read_file(const char *path, char **out, size_t *out_n, dt_error *error);
 
 #endif

@@ -4,13 +4,18 @@ DT_MAIN names the program and DT_TEST_MODEL the small real model; what needs the
 when it isn't there. Prompts are short and one thread is used, so that the whole file takes about a minute on two busy
 cores. Invariant of every check: 0 = done, 1 = the run failed, 2 = bad usage, and a failure is one sentence on stderr.
 """
+import contextlib
+import fcntl
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import struct
 import subprocess
+import sys
+import termios
 import time
 
 import pytest
@@ -67,9 +72,11 @@ def test_help_and_version():
     text = result.stdout.decode()
     assert result.returncode == 0 and result.stderr == b""
     for flag in ("--cache-eviction", "--eviction-config", "--stats-json", "--ctx-size", "--context-length", "one final newline"):
-        assert flag in text
+        assert flag in " ".join(text.split())
     for later in ("--draft", "--session", "--kv-memory", "--memory-slots", "--device"):
         assert later not in text
+    for line in text.splitlines():
+        assert len(line) <= 80 and line == line.rstrip(), line
     assert run("--version").stdout.startswith(b"DeepTutor ")
 
 
@@ -84,6 +91,9 @@ def test_help_and_version():
     (["--temp", "nan"], "--temp needs a number"),
     (["--kv-type", "q8"], "f16|int8"),
     (["--cache-evictoin"], "did you mean --cache-eviction"),
+    (["--nonsense-flag"], "no flag --nonsense-flag; --help lists all"),
+    (["--prefill", "streaming"], "need --cache-eviction"),
+    (["--stats-json", "-"], "needs a file"),
     (["--draft-max", "4"], "there is no flag --draft-max"),
     (["--session", "s.bin"], "there is no flag --session"),
     (["--kv-memory", "2G"], "there is no flag --kv-memory"),
@@ -103,7 +113,9 @@ def test_bad_usage(args, fragment):
 
 
 def test_missing_arguments():
-    assert_fails(run(), 2, "nothing to go on from")
+    assert_fails(run(), 2, "--help")
+    assert run().stderr.startswith(b"usage: main -m FILE")
+    assert_fails(run("-m", "x"), 2, "nothing to go on from")
     assert_fails(run("-p", "x"), 2, "-m FILE")
 
 
@@ -183,8 +195,8 @@ def test_truncated_model(tmp_path):
 
 def test_stats_file_is_checked_before_the_model(tmp_path):
     missing = str(tmp_path / "no such folder" / "s.json")
-    assert_fails(run("-m", "no-such.gguf", "-p", "x", "--stats-json", missing), 1, missing, "can't be written")
-    assert_fails(run("-m", "no-such.gguf", "-p", "x", "--stats-json", str(tmp_path)), 1, "can't be written")
+    assert_fails(run("-m", "no-such.gguf", "-p", "x", "--stats-json", missing), 2, missing, "can't be written")
+    assert_fails(run("-m", "no-such.gguf", "-p", "x", "--stats-json", str(tmp_path)), 2, "can't be written")
     old = tmp_path / "old.json"
     old.write_text("old")
     assert_fails(run("-m", "no-such.gguf", "-p", "x", "--stats-json", str(old)), 1, "no-such.gguf")
@@ -193,9 +205,9 @@ def test_stats_file_is_checked_before_the_model(tmp_path):
 
 def test_unreadable_files(tmp_path):
     missing = str(tmp_path / "missing.txt")
-    assert_fails(run("-m", "no-such.gguf", "-f", missing), 1, missing, "can't be read")
-    assert_fails(run("-m", "no-such.gguf", "-f", str(tmp_path)), 1, "can't be read")
-    assert_fails(run("-m", "no-such.gguf", "-p", "x", "--grammar-file", missing), 1, missing, "can't be read")
+    assert_fails(run("-m", "no-such.gguf", "-f", missing), 2, missing, "can't be read")
+    assert_fails(run("-m", "no-such.gguf", "-f", str(tmp_path)), 2, "can't be read")
+    assert_fails(run("-m", "no-such.gguf", "-p", "x", "--grammar-file", missing), 2, missing, "can't be read")
 
 
 @needs_model
@@ -218,6 +230,8 @@ def test_stats(tmp_path):
             assert layer["policy"] == "none" and layer["length"] == layer["mean_length"] >= 5
         assert result.stdout.endswith(b"\n")
         assert "TLC: off" in result.stderr.decode()
+        raw = (tmp_path / "stats" / "s.json").read_text()
+        assert re.search(r'"prefill_ms": \d+\.\d{1,3},', raw) and not re.search(r"\d\.\d{4}", raw)  # no digits of noise
     again = run_model("-p", "x", "-n", "1", "--stats-json", "/dev/null")
     assert again.returncode == 0 and os.path.exists("/dev/null") and not os.path.isfile("/dev/null")
 
@@ -318,7 +332,7 @@ def test_edges(tmp_path):
     stats = run_stats(tmp_path, *base, "-n", "1", "-t", "1000")[1]
     assert 1 <= stats["threads"] <= max(os.cpu_count(), 1)
     result, stats = run_stats(tmp_path, *base, "-n", "0")
-    assert result.stdout == b"\n" and stats["generated_tokens"] == 0 and stats["prefill_ms"] > 0
+    assert result.stdout == b"" and stats["generated_tokens"] == 0 and stats["prefill_ms"] > 0
     assert run_stats(tmp_path, *base, "-n", "1")[1]["generated_token_ids"] == expected[:1]
 
 
@@ -350,13 +364,19 @@ def test_grammar(tmp_path):
         result = run_model("-p", "Is the sky blue?", "-n", "20", "--seed", "3", *how)
         assert result.returncode == 0 and re.fullmatch(rb"(yes|no)![0-9]\n", result.stdout), result.stderr
     assert_fails(run_model("-p", "x", "--grammar", "root ::= ("), 2, "grammar")
-    assert_fails(run_model("-p", "x", "--grammar", 'other ::= "x"'), 2, "root")
+    refused = run_model("-p", "x", "--grammar", 'other ::= "x"')
+    assert_fails(refused, 2, "root")
+    assert b"warning" not in refused.stderr  # the reason is told once
 
 
 @needs_model
-def test_grammar_without_a_way_out():
-    result = run_model("-p", "x", "-n", "5", "--grammar", 'root ::= "a"', "--ignore-eos")
-    assert result.returncode == 1 and b"grammar allows no token" in result.stderr
+def test_grammar_without_a_way_out(tmp_path):
+    """A run that fails late tells its numbers all the same."""
+    stats = tmp_path / "s.json"
+    result = run_model("-p", "x", "-n", "5", "--grammar", 'root ::= "a"', "--ignore-eos", "--stats-json", str(stats))
+    assert result.returncode == 1 and result.stdout == b"a\n"
+    assert re.search(rb"decode .*\nKV cache .*\nerror: .*grammar allows no token", result.stderr), result.stderr
+    assert json.loads(stats.read_bytes())["generated_tokens"] == 1
 
 
 @needs_model
@@ -393,6 +413,7 @@ def test_eviction_on_and_off(tmp_path):
                                "--min-cache-size", "64", "--prefill", prefill, "-b", "64", "--kv-type", "int8")
         lines = log.stderr.decode()
         assert f"preset summary, 30 layers, KV int8, prefill {prefill}" in lines and "not reached" not in lines
+        assert re.search(r"eviction .*\d layer rounds ", lines)
         assert tight["eviction"]["rounds"] > 0 and tight["eviction"]["evicted_tokens"] > 0 and tight["eviction"]["ms"] >= 0
         assert all(layer["length"] <= 96 + 1 and layer["max_cache_size"] == 96 for layer in tight["layers"])
         assert tight["kv_bytes"] < plain["kv_bytes"]
@@ -427,8 +448,7 @@ def test_bad_eviction_configs(tmp_path, text, fragments):
 @needs_model
 def test_bad_eviction_flags(tmp_path):
     assert_fails(run_model("-p", "x", "--cache-eviction", "--eviction-preset", "nonsense"), 2, "nonsense", "docqa")
-    missing = run_model("-p", "x", "--cache-eviction", "--eviction-config", str(tmp_path / "missing.json"))
-    assert missing.returncode in (1, 2) and b"missing.json" in missing.stderr
+    assert_fails(run_model("-p", "x", "--cache-eviction", "--eviction-config", str(tmp_path / "missing.json")), 2, "missing.json")
     assert_fails(run_model("-p", "x", "--cache-eviction", "--max-cache-size", "1"), 2)
     assert_fails(run_model("-p", "x", "--cache-eviction", "--max-cache-size", "64", "--min-cache-size", "65"), 2, "65")
 
@@ -464,6 +484,29 @@ def test_chat_reads_to_the_end_of_input(tmp_path):
     assert b"> " not in with_newline.stdout + with_newline.stderr and stats["generated_tokens"] > 0
     ended, _ = run_stats(tmp_path, *CHAT, stdin=b"hi\n/exit\nhi again\n")
     assert ended.stdout == with_newline.stdout
+
+
+@needs_model
+def test_chat_lines():
+    plain = run_model(*CHAT, stdin=b"hi\n").stdout
+    result = run_model(*CHAT, stdin=b"  \n/help\nhi\n\t\n  /exit  \nhi again\n")
+    assert result.returncode == 0 and result.stdout == plain
+    assert b"no command /help; the only one is /exit" in result.stderr
+    assert run_model(*CHAT, stdin=b"/etc/passwd\n").stdout != b""  # a message, as is all that is no word after a slash
+    assert run_model(*CHAT, stdin=b"one\\\ntwo\n").stdout == run_model(*CHAT, "-p", "one\\ntwo").stdout
+    assert run_model(*CHAT, stdin=b"one\\").stdout == run_model(*CHAT, "-p", "one\\n").stdout
+
+
+@needs_model
+def test_chat_fills_the_context(tmp_path):
+    """Whether a reply or a message fills it: the chat ends, with its numbers and a warning."""
+    result, stats = run_stats(tmp_path, "-cnv", "--temp", "0", "--ignore-eos", "-n", "-1", "-c", "48", stdin=b"hi\nmore\n")
+    assert re.search(rb"warning: .*-c sets it\nload ", result.stderr), result.stderr
+    assert result.stdout.endswith(b"\n") and stats["generated_tokens"] > 0
+    result, stats = run_stats(tmp_path, *CHAT, "-c", "60", stdin=b"hi\n" + b"word " * 100 + b"\nmore\n")
+    assert re.search(rb"warning: .*outgrown.*60.*-c sets a larger one\nload ", result.stderr), result.stderr
+    assert 0 < stats["generated_tokens"] <= 12
+    assert_fails(run_model(*CHAT, "-c", "60", stdin=b"word " * 100 + b"\n"), 1, "60")  # nothing to keep
 
 
 @needs_model
@@ -510,11 +553,9 @@ def test_chat_with_a_template_that_trims_and_one_that_rewrites(tmp_path):
 
 @needs_model
 def test_chat_errors():
-    assert_fails(run_model(*CHAT, "-p", "x", "--chat-template", "nonsense"), 1, "nonsense", "chatml")
-    assert_fails(run_model(*CHAT, "-p", "x", "--chat-template", "{{ raise_exception('only on Sundays') }}"), 1, "only on Sundays")
+    for template, fragment in (("nonsense", "chatml"), ("{{ raise_exception('only on Sundays') }}", "only on Sundays")):
+        assert_fails(run_model(*CHAT, "--chat-template", template), 2, fragment)  # before any message
     assert_fails(run_model(*CHAT, stdin=b"a\0b\n"), 1, "NUL")
-    too_long = run_model(*CHAT, "-c", "40", stdin=b"hi\n" + b"word " * 100 + b"\n")
-    assert too_long.returncode == 1 and b"error: " in too_long.stderr
 
 
 @needs_model
@@ -577,12 +618,31 @@ def test_interrupt_while_writing(tmp_path):
 
 
 @needs_model
-def test_interrupt_while_reading():
-    process = start("-p", "word " * 3000, "-n", "5", "-b", "32", "--log-level", "debug")
+def test_interrupt_while_reading(tmp_path):
+    stats = tmp_path / "s.json"
+    process = start("-p", "word " * 6000, "-n", "5", "-b", "32", "--kernel", "reference", "--stats-json", str(stats))
     time.sleep(0.7)
     process.send_signal(signal.SIGINT)
     out, log = process.communicate(timeout=60)
-    assert process.returncode == 0 and out.strip() == b"" and b"prefill " in log
+    assert process.returncode == 0 and out == b"" and re.search(rb"\ninterrupted\nload .*\nprefill ", log), log
+    numbers = json.loads(stats.read_bytes())
+    assert numbers["prompt_tokens"] < 6000 and numbers["prompt_tokens"] % 32 == 0 and numbers["generated_tokens"] == 0
+
+
+@needs_model
+def test_interrupt_while_the_reader_waits():
+    """A signal in the middle of a write loses no text and is no error."""
+    text = "word " * 20000  # more than a pipe holds
+    process = start("-p", text, "-n", "5", "-c", "32768", "--display-prompt")
+    held, before = struct.pack("i", 0), None
+    while held != before or held == struct.pack("i", 0):
+        before = held
+        time.sleep(0.3)
+        held = fcntl.ioctl(process.stdout, termios.FIONREAD, held)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    out, log = process.communicate(timeout=60)
+    assert process.returncode == 0 and b"interrupted" in log and b"error" not in log and out == text.encode() + b"\n"
 
 
 @needs_model
@@ -596,28 +656,157 @@ def test_second_interrupt_quits_at_once():
     assert process.returncode == 130
 
 
+class Terminal:
+    """The program on a terminal of its own: stdin and stderr, and stdout unless it is a pipe."""
+
+    def __init__(self, *args, columns=80, pipe_stdout=True):
+        self.ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.seen = b""
+        self.process = subprocess.Popen(
+            [MAIN, "-t", "1", *args], stdin=theirs, stdout=subprocess.PIPE if pipe_stdout else theirs, stderr=theirs,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        os.close(theirs)
+
+    def read(self):
+        try:
+            piece = os.read(self.ours, 4096)
+        except OSError:  # the program ended
+            piece = b""
+        self.seen += piece
+        return piece
+
+    def wait_for(self, text, count=1, seconds=60):
+        end = time.monotonic() + seconds
+        while self.seen.count(text) < count:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.ours], [], [], 0.1)[0]:
+                assert self.read(), self.seen
+
+    def type(self, text):
+        os.write(self.ours, text)
+
+    def finish(self, seconds=60):
+        """Exit code; what is left on the terminal goes to `seen`, what was piped to `out`."""
+        self.out = b""
+        try:
+            while self.read():
+                pass
+            if self.process.stdout:
+                self.out = self.process.stdout.read()
+            return self.process.wait(seconds)
+        finally:
+            self.close()
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            os.close(self.ours)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+SLOW_READING = ("-p", "word " * 120, "-n", "1", "-b", "8", "--kernel", "reference")
+ONE_LONG_STEP = ("-p", "word " * 600, "-n", "0", "-b", "4096", "--kernel", "reference")
+
+
 @needs_model
 def test_progress_bar_on_a_terminal():
-    def stderr_of(*extra):
-        ours, theirs = os.openpty()
-        process = subprocess.Popen([MAIN, "-m", MODEL, "-t", "1", "-p", "word " * 120, "-n", "1", "-b", "8", "--kernel",
-                                    "reference", *extra],
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs)
-        os.close(theirs)
-        seen = b""
-        try:
-            while piece := os.read(ours, 4096):
-                seen += piece
-        except OSError:  # the other end is closed
-            pass
-        os.close(ours)
-        process.communicate(timeout=60)
-        return seen
+    for columns in (30, 80, 200):
+        terminal = Terminal("-m", MODEL, *SLOW_READING, columns=columns)
+        assert terminal.finish() == 0
+        bars = re.findall(rb"\r(reading[^\r\n\033]*)", terminal.seen)
+        assert bars and all(len(bar) < columns for bar in bars), terminal.seen
+        if columns > 60:
+            assert re.fullmatch(rb"reading +\d+ %  \d+ tokens  [0-9.]+ tokens/s  KV [0-9.]+ MiB", bars[-1]), bars
+        assert not any(b" 0.0 tokens/s" in bar for bar in bars)
+        assert re.search(rb"\r\033\[Kload ", terminal.seen), terminal.seen
+    terminal = Terminal("-m", MODEL, *SLOW_READING, "--no-progress")
+    assert terminal.finish() == 0 and b"reading" not in terminal.seen
 
-    seen = stderr_of()
-    assert re.search(rb"\rreading +\d+ %  \d+ tokens  [0-9.]+ tokens/s  KV [0-9.]+ MiB", seen), seen
-    assert all(len(part) <= 80 for part in re.findall(rb"\r([^\r\n]*)", seen))
-    assert b"reading" not in stderr_of("--no-progress")
+
+@needs_model
+def test_progress_bar_while_nothing_is_finished():
+    """One long step: the share alone, for there is no rate yet."""
+    terminal = Terminal("-m", MODEL, *ONE_LONG_STEP)
+    terminal.wait_for(b"reading   0 %\033[K")
+    terminal.type(b"\x03")
+    assert terminal.finish() == 0
+    assert b"tokens/s  KV" not in terminal.seen
+    last = terminal.seen.rsplit(b"reading", 1)[1]
+    assert re.search(rb"\r\033\[Kinterrupted\r\n", last), last
+
+
+@needs_model
+def test_second_interrupt_wipes_the_bar():
+    terminal = Terminal("-m", MODEL, *ONE_LONG_STEP)
+    terminal.wait_for(b"reading")
+    for _ in range(2):
+        terminal.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert terminal.finish() == 130
+    assert b"\033[K" in terminal.seen.rsplit(b"reading   0 %\033[K", 1)[1]
+
+
+def test_prompt_typed_on_a_terminal():
+    """Ctrl-C ends it at once, Ctrl-D needs to be typed once."""
+    terminal = Terminal("-m", "no-such.gguf", "-f", "-")
+    terminal.wait_for(b"Ctrl-D")
+    terminal.type(b"one\n")
+    terminal.wait_for(b"one\r\n")
+    terminal.type(b"\x03")
+    assert terminal.finish(10) == 0
+    assert terminal.seen.endswith(b"interrupted\r\n") and b"no-such" not in terminal.seen and terminal.out == b""
+    terminal = Terminal("-m", "no-such.gguf", "-f", "-")
+    terminal.wait_for(b"Ctrl-D")
+    terminal.type(b"one\n\x04")
+    assert terminal.finish(10) == 1 and b"error: " in terminal.seen and b"no-such.gguf" in terminal.seen
+
+
+@needs_model
+def test_chat_on_a_terminal():
+    terminal = Terminal("-m", MODEL, *CHAT, pipe_stdout=False)
+    terminal.wait_for(b"\n> ")
+    assert b"/exit" in terminal.seen and b"Ctrl-D" in terminal.seen and b"Ctrl-C" in terminal.seen and b"-f FILE" in terminal.seen
+    time.sleep(0.5)  # it waits for input now
+    terminal.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    terminal.process.send_signal(signal.SIGCONT)
+    terminal.wait_for(b"> ", 2)  # the sign comes back
+    terminal.type(b"hi\n")
+    terminal.wait_for(b"> ", 3)
+    reply = terminal.seen.rsplit(b"hi\r\n", 1)[1]
+    assert len(reply) > 10, terminal.seen
+    terminal.type(b"/quit\n")
+    terminal.wait_for(b"the only one is /exit")
+    terminal.wait_for(b"> ", 4)
+    if sys.platform == "linux":  # others have limits of their own
+        for _ in range(5):  # in pieces, which the terminal's queue holds
+            terminal.type(b"x" * 1000)
+            time.sleep(0.05)
+        terminal.type(b"\n")
+        terminal.wait_for(b"cuts lines of more than 4095 bytes")
+        terminal.wait_for(b"> ", 5)
+    terminal.type(b"/exit \n")
+    assert terminal.finish() == 0 and b"load " in terminal.seen
+
+
+@needs_model
+def test_interrupt_on_a_terminal_ends_a_reply_and_then_the_chat():
+    terminal = Terminal("-m", MODEL, "-cnv", "--temp", "0", "--ignore-eos", "-n", "-1", pipe_stdout=False)
+    terminal.wait_for(b"\n> ")
+    terminal.type(b"hi\n")
+    time.sleep(0.5)
+    terminal.type(b"\x03")
+    terminal.wait_for(b"\r\ninterrupted\r\n> ")
+    terminal.type(b"\x03")
+    assert terminal.finish() == 0 and b"decode " in terminal.seen
+
+
+@needs_model
+def test_warning_begins_a_line_on_a_terminal():
+    terminal = Terminal("-m", MODEL, "-p", "one two", "-c", "8", "-n", "-1", "--ignore-eos", "--temp", "0", pipe_stdout=False)
+    assert terminal.finish() == 0 and b"\r\nwarning: the text reached" in terminal.seen, terminal.seen
 
 
 @needs_model

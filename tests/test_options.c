@@ -94,8 +94,10 @@ static void test_refusals(void **state) {
     } cases[] = {
         {"--temperature", "1", "did you mean --temp?"},
         {"--cache-evicton", NULL, "did you mean --cache-eviction?"},
-        {"--draft-max", "4", "there is no flag --draft-max"},
-        {"-x", NULL, "there is no flag -x"},
+        {"--stats", "f", "did you mean --stats-json?"},
+        {"--draft-max", "4", "there is no flag --draft-max; --help lists all"},
+        {"--nonsense", NULL, "there is no flag --nonsense; --help lists all"},
+        {"-x", NULL, "there is no flag -x; --help lists all"},
         {"prompt", NULL, "is no flag"},
         {"-", NULL, "is no flag"},
         {"-t", "abc", "-t needs a whole number, not 'abc'"},
@@ -136,9 +138,12 @@ static void test_combinations(void **state) {
     char message[512];
     assert_true(parse(&o, message, "-t", "1", NULL) && !dt_shared_options_check(&o, message, sizeof message));
     assert_non_null(strstr(message, "-m FILE"));
-    const char *const need_eviction[][2] = {
-        {"--eviction-preset", "chat"}, {"--eviction-config", "a"}, {"--max-cache-size", "9"}, {"--min-cache-size", "0"}};
-    for (size_t i = 0; i < 4; i++) {
+    const char *const need_eviction[][2] = {{"--eviction-preset", "chat"},
+                                            {"--eviction-config", "a"},
+                                            {"--max-cache-size", "9"},
+                                            {"--min-cache-size", "0"},
+                                            {"--prefill", "streaming"}};
+    for (size_t i = 0; i < sizeof need_eviction / sizeof need_eviction[0]; i++) {
         assert_true(parse(&o, message, "-m", "a", need_eviction[i][0], need_eviction[i][1], NULL));
         assert_false(dt_shared_options_check(&o, message, sizeof message));
         assert_non_null(strstr(message, "--cache-eviction"));
@@ -149,6 +154,25 @@ static void test_combinations(void **state) {
     assert_false(dt_shared_options_check(&o, message, sizeof message));
     assert_true(parse(&o, message, "-m", "a", "--grammar", "x", "--json-schema", "{}", NULL));
     assert_false(dt_shared_options_check(&o, message, sizeof message));
+    assert_true(parse(&o, message, "-m", "a", "--stats-json", "-", NULL));
+    assert_false(dt_shared_options_check(&o, message, sizeof message));
+    assert_true(parse(&o, message, "-m", "a", "--prefill", "full", NULL) && dt_shared_options_check(&o, message, sizeof message));
+}
+
+static void test_help_columns(void **state) {
+    (void)state;
+    char line[512];
+    FILE *file = tmpfile();
+    assert_non_null(file);
+    dt_options_help(file, groups, sizeof groups / sizeof groups[0]);
+    rewind(file);
+    int n_lines = 0;
+    for (; fgets(line, sizeof line, file) != NULL; n_lines++) {
+        const size_t n = strcspn(line, "\n");
+        assert_true(n <= 80 && (n == 0 || line[n - 1] != ' '));
+    }
+    assert_true(n_lines > 40);
+    fclose(file);
 }
 
 static void test_meaning(void **state) {
@@ -172,8 +196,9 @@ static void test_meaning(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_numbers),  cmocka_unit_test(test_integers),     cmocka_unit_test(test_flags),
-        cmocka_unit_test(test_refusals), cmocka_unit_test(test_combinations), cmocka_unit_test(test_meaning),
+        cmocka_unit_test(test_numbers),      cmocka_unit_test(test_integers),     cmocka_unit_test(test_flags),
+        cmocka_unit_test(test_refusals),     cmocka_unit_test(test_combinations), cmocka_unit_test(test_meaning),
+        cmocka_unit_test(test_help_columns),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
