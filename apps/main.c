@@ -274,7 +274,8 @@ static int run_all(const main_options *o) {
     dt_model *model = NULL;
     dt_status status = texts_read(o, &t, &error);
     if (status == DT_OK && o->shared.stats_json != NULL) {
-        status = dt_stats_file_open(o->shared.stats_json, &stats, &error);
+        const char *const inputs[] = {o->shared.model, o->file, o->shared.eviction_config, o->shared.grammar_file};
+        status = dt_stats_file_open(o->shared.stats_json, inputs, sizeof inputs / sizeof inputs[0], &stats, &error);
     }
     const double begun = milliseconds_now();
     int exit_code = 0;

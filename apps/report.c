@@ -171,7 +171,20 @@ static dt_status cannot_write(dt_error *error, const char *path, int reason) {
     return error->code = DT_ERR_IO;
 }
 
-dt_status dt_stats_file_open(const char *path, dt_stats_file **out, dt_error *error) {
+static bool is_same_file(const struct stat *a, const struct stat *b) { return a->st_dev == b->st_dev && a->st_ino == b->st_ino; }
+
+/* Replacing what the run reads, or what it has just written, would lose it. */
+static bool is_taken(const struct stat *target, const char *const *inputs, size_t n_inputs) {
+    struct stat other;
+    bool taken = fstat(STDOUT_FILENO, &other) == 0 && S_ISREG(other.st_mode) && is_same_file(target, &other);
+    for (size_t i = 0; i < n_inputs; i++) {
+        taken =
+            taken || (inputs[i] != NULL && stat(inputs[i], &other) == 0 && S_ISREG(other.st_mode) && is_same_file(target, &other));
+    }
+    return taken;
+}
+
+dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t n_inputs, dt_stats_file **out, dt_error *error) {
     *out = NULL;
     dt_stats_file *file = calloc(1, sizeof *file);
     if (file == NULL || (file->path = real_path(path)) == NULL) {
@@ -180,9 +193,20 @@ dt_status dt_stats_file_open(const char *path, dt_stats_file **out, dt_error *er
     }
     struct stat info;
     const bool exists = stat(file->path, &info) == 0;
+    if (exists && is_taken(&info, inputs, n_inputs)) {
+        snprintf(error->message, sizeof error->message,
+                 "%s is also read or written by this run; name another file with --stats-json", path);
+        dt_stats_file_free(file);
+        return error->code = DT_ERR_ARGUMENT;
+    }
     int descriptor = -1;
     if (exists && !S_ISREG(info.st_mode)) {
-        descriptor = open(file->path, O_WRONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+        errno = S_ISDIR(info.st_mode) ? EISDIR : 0;
+        /* not opened: the reader of a pipe would take that for the end */
+        if (errno == 0 && access(file->path, W_OK) == 0) {
+            *out = file;
+            return DT_OK;
+        }
     } else {
         const size_t capacity = strlen(file->path) + 32;
         file->temporary = malloc(capacity);

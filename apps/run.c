@@ -35,6 +35,7 @@ void dt_run_signals(void) {
     sigaction(SIGINT, &action, NULL);
     action.sa_handler = SIG_IGN;
     sigaction(SIGPIPE, &action, NULL);
+    sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */
 }
 
 /* ---- output ------------------------------------------------------------------------------------- */

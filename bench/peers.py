@@ -40,14 +40,14 @@ def run(command: list, what: str) -> str:
 
 
 def build_llama_bench() -> Path:
-    sources = sorted((ROOT / "deps/cache").glob("llama.cpp-*/CMakeLists.txt"))
+    sources = sorted((ROOT / "deps/cache").glob("llama.cpp-*"), key=os.path.getctime)
     if not sources:
         sys.exit("the source of llama.cpp is not there; run: bash run.sh")
-    folder = PEERS / "llama.cpp"
+    folder = PEERS / sources[-1].name
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
                "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF"]
     say("building llama-bench (minutes, the first time)")
-    run(["cmake", "-S", sources[-1].parent, "-B", folder, *options], "configuring llama.cpp")
+    run(["cmake", "-S", sources[-1], "-B", folder, *options], "configuring llama.cpp")
     run(["cmake", "--build", folder, "--target", "llama-bench", "-j", os.cpu_count()], "building llama-bench")
     return folder / "bin/llama-bench"
 
@@ -143,17 +143,18 @@ data = json.load(sys.stdin)
 panels = [("decode", "decode, tokens/s"), ("prompt", "whole prompt, tokens/s"), ("kv_bytes", "KV cache, MiB")]
 figure, axes = plt.subplots(1, 3, figsize=(13, 4))
 for axis, (test, label) in zip(axes, panels):
-    for engine in data["engines"]:
+    for i, engine in enumerate(data["engines"]):
         points = [(d, m / (2**20 if test == "kv_bytes" else 1)) for e, d, t, m in data["points"] if e == engine and t == test]
         if points:
-            axis.plot(*zip(*sorted(points)), marker="o", label=engine)
+            axis.plot(*zip(*sorted(points)), marker="o", color=f"C{i}", label=engine)
     axis.set_xlabel("context, tokens")
     axis.set_ylabel(label)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-axes[0].legend(frameon=False)
 figure.suptitle(data["title"], fontsize=10)
-figure.tight_layout()
+handles, labels = axes[0].get_legend_handles_labels()
+figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
+figure.tight_layout(rect=(0, 0.07, 1, 1))
 figure.savefig(data["file"], dpi=110)
 """
 

@@ -8,6 +8,8 @@
 #                         (environment variable DT_CACHE, else deps/cache) and checked by its hash
 # Everything is static and EXCLUDE_FROM_ALL: only what our targets link is compiled.
 
+include("${CMAKE_CURRENT_LIST_DIR}/dt_patches.cmake")
+
 set(DT_LLAMA_CPP_PYTHON_VERSION 0.3.36)
 set(DT_LLAMA_SDIST_SHA256 832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e)
 
@@ -41,42 +43,6 @@ function(dt_fetch_llama_sdist file)
     file(REMOVE_RECURSE "${DT_CACHE_DIR}/download")
 endfunction()
 
-# Replaces `from` by `to`, which must stand once in the file.
-function(dt_replace_in file from to)
-    file(READ "${file}" text)
-    string(FIND "${text}" "${from}" first)
-    string(FIND "${text}" "${from}" last REVERSE)
-    if(first EQUAL -1 OR NOT first EQUAL last)
-        message(FATAL_ERROR "The patch of ${file} (deps/README.md) does not fit this version of ggml")
-    endif()
-    string(REPLACE "${from}" "${to}" text "${text}")
-    file(WRITE "${file}" "${text}")
-endfunction()
-
-# ggml's threads wait for each other by spinning without end. On cores that other programs want too, the one that is waited for
-# may not be running: give the core away after about a thousand spins. deps/README.md has what it was measured to do.
-function(dt_patch_llama source)
-    set(file "${source}/ggml/src/ggml-cpu/ggml-cpu.c")
-    dt_replace_in("${file}" [==[
-    while (atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed) {
-        ggml_thread_cpu_relax();
-]==] [==[
-    for (unsigned n_spins = 1; atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed; n_spins++) {
-        if (n_spins % 1024 == 0) {
-            sched_yield();
-        }
-        ggml_thread_cpu_relax();
-]==])
-    dt_replace_in("${file}" [==[
-        // No new work. Keep polling.
-]==] [==[
-        // No new work. Keep polling.
-        if (i % 1024 == 1023) {
-            sched_yield();
-        }
-]==])
-endfunction()
-
 # Sets ${out} to the folder of the unpacked source.
 function(dt_llama_source out)
     if(DT_LLAMA_SOURCE)
@@ -87,7 +53,10 @@ function(dt_llama_source out)
         return()
     endif()
     set(name "llama_cpp_python-${DT_LLAMA_CPP_PYTHON_VERSION}")
-    set(unpacked "${CMAKE_CURRENT_SOURCE_DIR}/deps/cache/llama.cpp-${DT_LLAMA_CPP_PYTHON_VERSION}-patched")
+    # other patches, another folder
+    file(SHA256 "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/dt_patches.cmake" patches)
+    string(SUBSTRING "${patches}" 0 8 patches)
+    set(unpacked "${CMAKE_CURRENT_SOURCE_DIR}/deps/cache/llama.cpp-${DT_LLAMA_CPP_PYTHON_VERSION}-${patches}")
     set(${out} "${unpacked}" PARENT_SCOPE)
     # A file that was given is checked even where its content lies unpacked already: nobody should believe that it is used.
     set(file "${DT_LLAMA_SDIST}")

@@ -154,6 +154,29 @@ static void test_batches_do_not_matter(void **state) {
     free_product(&one);
 }
 
+/* An overflow upstream must not be rounded away into plausible numbers (cases.md row 17). */
+static void test_what_is_not_finite_stays_so(void **state) {
+    (void)state;
+    int32_t n;
+    const dt_gemm_kernel *const *kernels = dt_gemm_kernels(&n);
+    const float wrong[] = {NAN, INFINITY, -INFINITY};
+    for (int32_t k = 0; k < n; k++) {
+        for (size_t type = 0; kernels[k]->supported() && type < 3; type++) {
+            for (size_t i = 0; i < 3; i++) {
+                product p = make_product(type, 64, 16, 3, 9);
+                p.x[p.n_in + 37] = wrong[i]; /* of the second token */
+                compute(kernels[k], &p, 1);
+                assert_true(all_finite(p.y, (size_t)p.n_out));
+                for (int32_t row = 0; row < p.n_out; row++) {
+                    assert_false(all_finite(p.y + p.n_out + row, 1));
+                }
+                assert_true(all_finite(p.y + 2 * p.n_out, (size_t)p.n_out));
+                free_product(&p);
+            }
+        }
+    }
+}
+
 static void test_zero_and_shapes(void **state) {
     (void)state;
     product p = make_product(1, 64, 16, 3, 1);
@@ -171,9 +194,8 @@ static void test_zero_and_shapes(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_reference_is_the_product),
-        cmocka_unit_test(test_kernels_are_the_reference),
-        cmocka_unit_test(test_batches_do_not_matter),
+        cmocka_unit_test(test_reference_is_the_product), cmocka_unit_test(test_kernels_are_the_reference),
+        cmocka_unit_test(test_batches_do_not_matter),    cmocka_unit_test(test_what_is_not_finite_stays_so),
         cmocka_unit_test(test_zero_and_shapes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

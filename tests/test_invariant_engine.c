@@ -250,6 +250,41 @@ static void test_limits_hold_after_every_step(void **state) {
     }
 }
 
+/* A system prompt as long as the sinks is whole in every lane after 30 turns (cases.md row 4). */
+static void test_sinks_keep_a_system_prompt(void **state) {
+    const fixture *f = *state;
+    enum { SYSTEM = 60, TURN = 12, TURNS = 30 };
+    const char *configs[] = {"{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 100, \"sink_tokens\": 60}}",
+                             "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 100, \"sink_tokens\": 60}}"};
+    const dt_model_info *info = dt_model_get_info(f->model);
+    for (size_t c = 0; c < 4; c++) {
+        dt_eviction *eviction = eviction_from_json(f->model, configs[c % 2]);
+        dt_session_params params = small_params();
+        params.eviction = eviction;
+        params.prefill = c < 2 ? DT_PREFILL_FULL : DT_PREFILL_STREAMING;
+        dt_session *s = open_session(f->model, &params);
+        for (size_t turn = 0; turn <= TURNS; turn++) {
+            const dt_sync_result r = sync_tokens(s, f->tokens, SYSTEM + turn * TURN);
+            assert_int_equal(r.computed_tokens, turn == 0 ? SYSTEM : TURN);
+        }
+        for (int32_t layer = 0; layer < info->n_layers; layer++) {
+            for (int32_t head = 0; head < info->n_kv_heads[layer]; head++) {
+                dt_error error = {0};
+                int32_t *kept;
+                size_t n;
+                assert_int_equal(dt_session_kept_positions(s, layer, head, &kept, &n, &error), DT_OK);
+                assert_true(n <= 100);
+                for (int32_t i = 0; i < SYSTEM; i++) {
+                    assert_int_equal(kept[i], i);
+                }
+                dt_free(kept);
+            }
+        }
+        dt_session_free(s);
+        dt_eviction_free(eviction);
+    }
+}
+
 typedef struct bound_check {
     dt_session *session;
     int32_t most;
@@ -417,6 +452,7 @@ int main(void) {
         cmocka_unit_test(test_kernels_agree),
         cmocka_unit_test(test_eviction_is_masking),
         cmocka_unit_test(test_limits_hold_after_every_step),
+        cmocka_unit_test(test_sinks_keep_a_system_prompt),
         cmocka_unit_test(test_streaming_prefill_is_bounded),
         cmocka_unit_test(test_short_distances_lift_the_limit),
         cmocka_unit_test(test_rewind_and_rebuild),

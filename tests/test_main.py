@@ -392,6 +392,45 @@ def test_json_schema():
     assert_fails(run_model("-p", "x", "--json-schema", '{"type": "nonsense"}'), 2, "JSON schema")
 
 
+@needs_model
+def test_schemas_and_templates_without_end():
+    """What calls itself for ever is refused in a sentence; it comes from strangers' files and requests."""
+    for schema in ('{"allOf":[{"$ref":"#/allOf/0"}]}', '{"$ref":"#"}'):
+        result = run_model("-p", "x", "-n", "2", "--json-schema", schema)
+        assert result.returncode in (0, 2), result
+    for template in ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for i in range(1000000000) %}x{% endfor %}",
+                     "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}", '{{ "x" * 1000000000 }}'):
+        result = run_model("-cnv", "-p", "hi", "-n", "2", "--chat-template", template, timeout=60)
+        assert_fails(result, 2)
+
+
+@needs_model
+def test_stats_never_replace_what_the_run_uses(tmp_path):
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("Once upon a time")
+    (tmp_path / "link").symlink_to(prompt)
+    for target in (prompt, tmp_path / "link"):
+        assert_fails(run_model("-f", str(prompt), "-n", "1", "--stats-json", str(target)), 2, "another file")
+    assert prompt.read_text() == "Once upon a time"
+    model = tmp_path / "m.gguf"
+    os.link(MODEL, model) if os.stat(MODEL).st_dev == os.stat(tmp_path).st_dev else model.write_bytes(open(MODEL, "rb").read())
+    assert_fails(run("-m", str(model), "-p", "x", "-n", "1", "--stats-json", str(model)), 2, "another file")
+    assert model.stat().st_size == os.stat(MODEL).st_size
+    with open(tmp_path / "o.txt", "wb") as out:
+        done = subprocess.run([MAIN, "-m", MODEL, "-t", "1", "-p", "x", "-n", "1", "--stats-json", "/dev/stdout"], stdout=out,
+                              stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 2
+
+
+@needs_model
+def test_stats_into_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    assert run_model("-p", "x", "-n", "1", "--stats-json", str(pipe)).returncode == 0
+    assert json.loads(reader.communicate(timeout=60)[0])["generated_tokens"] == 1
+
+
 # ---- eviction ------------------------------------------------------------------------------------
 
 STORY = "Long ago a king had three sons. The eldest was strong, the second was clever and the youngest was kind. " * 12

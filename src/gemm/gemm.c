@@ -56,13 +56,15 @@ static bool reference_supported(void) { return true; }
 
 static void reference_pack_block(const float *from, int32_t tile, int32_t t, void *to) {
     float largest = 0.0f;
+    bool finite = true;
     for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
         largest = fmaxf(largest, fabsf(from[i]));
+        finite = finite && dt_is_finite(from[i]);
     }
-    const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const float scale = finite ? largest / 127.0f : NAN, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     int32_t total = 0;
     for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
-        const int32_t q = (int32_t)nearbyintf(from[i] * inverse);
+        const int32_t q = finite ? (int32_t)nearbyintf(from[i] * inverse) : 0;
         ((int8_t *)to)[(i / 4 * tile + t) * 4 + i % 4] = (int8_t)q;
         total += q;
     }

@@ -18,6 +18,8 @@
  * Packed activations: tiles of 16, 8, 4, 2 or 1 tokens (T), for each block
  *   quants int8 [8 quads][T][4],  scale float [T],  total int32 [T] = sum of the quants,  sum float [T] = scale * total
  *
+ * Inputs that are not finite make their block's scale NaN, and so the results: rounding must not hide that something overflowed.
+ *
  * Calling: pack_inputs by all threads, a barrier, multiply by all threads.
  */
 #ifndef DT_GEMM_H

@@ -10,6 +10,7 @@
 
 #include <cpuid.h>
 #include <immintrin.h>
+#include <math.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -24,21 +25,34 @@ static bool supported(void) {
 
 /* ---- activations ---- */
 
-static float largest_of(const float *x) {
+static float largest_of(const __m256 x[4]) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 m = _mm256_setzero_ps();
-    UNROLL for (int i = 0; i < 4; i++) { m = _mm256_max_ps(m, _mm256_andnot_ps(sign, _mm256_loadu_ps(x + i * 8))); }
+    UNROLL for (int i = 0; i < 4; i++) { m = _mm256_max_ps(m, _mm256_andnot_ps(sign, x[i])); }
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+/* x - x is 0 for finite numbers and NaN for others. */
+static bool all_finite(const __m256 x[4]) {
+    int wrong = 0;
+    UNROLL for (int i = 0; i < 4; i++) {
+        wrong |= _mm256_movemask_ps(_mm256_cmp_ps(_mm256_sub_ps(x[i], x[i]), _mm256_setzero_ps(), _CMP_NEQ_UQ));
+    }
+    return wrong == 0;
+}
+
 static void pack_block(const float *from, int32_t tile, int32_t t, void *to) {
-    const float scale = largest_of(from) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    __m256 x[4];
+    UNROLL for (int i = 0; i < 4; i++) { x[i] = _mm256_loadu_ps(from + i * 8); }
+    const bool finite = all_finite(x);
+    UNROLL for (int i = 0; i < 4; i++) { x[i] = finite ? x[i] : _mm256_setzero_ps(); }
+    const float scale = finite ? largest_of(x) / 127.0f : NAN, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     __m256i q[4], sum = _mm256_setzero_si256();
     UNROLL for (int i = 0; i < 4; i++) {
-        q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i * 8), _mm256_set1_ps(inverse)));
+        q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], _mm256_set1_ps(inverse)));
         sum = _mm256_add_epi32(sum, q[i]);
     }
     int32_t quads[8], sums[8], total = 0;

@@ -8,10 +8,12 @@
 #include "gemm/gemm.h"
 
 #include <immintrin.h>
+#include <math.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define AHEAD 4096 /* bytes that are asked for before they are needed */
+#define NOT_FINITE 0x99 /* quiet and signalling NaN, both infinities */
+#define AHEAD 4096      /* bytes that are asked for before they are needed */
 
 static bool supported(void) {
     __builtin_cpu_init();
@@ -22,9 +24,13 @@ static bool supported(void) {
 /* ---- activations ---- */
 
 static void pack_block(const float *from, int32_t tile, int32_t t, void *to) {
-    const __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16);
+    __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16);
+    const bool finite = (_mm512_fpclass_ps_mask(a, NOT_FINITE) | _mm512_fpclass_ps_mask(b, NOT_FINITE)) == 0;
+    if (!finite) {
+        a = b = _mm512_setzero_ps();
+    }
     const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-    const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const float scale = finite ? largest / 127.0f : NAN, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, _mm512_set1_ps(inverse)));
     const __m512i qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, _mm512_set1_ps(inverse)));
     const int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
