@@ -157,11 +157,7 @@ static dt_status describe_eviction(const main_options *o, const dt_model *model,
     if (status != DT_OK) {
         return status;
     }
-    const char *config = o->shared.eviction_config, *preset = o->shared.eviction_preset;
-    dt_report(DT_LOG_INFO, "TLC: on, %s %s, %d layers, KV %s, prefill %s", config != NULL ? "config" : "preset",
-              config != NULL   ? config
-              : preset != NULL ? preset
-                               : "chat",
+    dt_report(DT_LOG_INFO, "TLC: on, %s, %d layers, KV %s, prefill %s", dt_eviction_name(eviction),
               (int)dt_model_get_info(model)->n_layers, dt_kv_type_word(o->shared.kv_type), dt_prefill_word(o->shared.prefill));
     for (char *line = lines; line != NULL && *line != 0;) {
         char *end = strchr(line, '\n');

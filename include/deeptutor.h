@@ -159,6 +159,8 @@ dt_status dt_eviction_from_preset(const dt_model *model, const char *preset, dt_
 /* JSON as docs/eviction-config.md describes; errors name file, line, key and what would be right. */
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error);
 void dt_eviction_free(dt_eviction *eviction);
+/* What the settings are from, for the log: "preset docqa", "config eviction.json". */
+const char *dt_eviction_name(const dt_eviction *eviction);
 /* Overrides max and/or min for every layer that evicts; 0 (max) or -1 (min) = leave. */
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error);
 /* The "TLC: layers a-b ..." lines, joined by newlines. Free with dt_free. */

@@ -29,7 +29,5 @@ dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_evictio
 dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
                                   dt_error *error);
 const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer);
-/* The name for the first line of the log. */
-const char *dt_eviction_name(const dt_eviction *eviction);
 
 #endif
