@@ -399,7 +399,7 @@ def test_schemas_and_templates_without_end():
         result = run_model("-p", "x", "-n", "2", "--json-schema", schema)
         assert result.returncode in (0, 2), result
     for template in ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for i in range(1000000000) %}x{% endfor %}",
-                     "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}", '{{ "x" * 1000000000 }}'):
+                     '{{ "x" * 1000000000 }}'):
         result = run_model("-cnv", "-p", "hi", "-n", "2", "--chat-template", template, timeout=60)
         assert_fails(result, 2)
 
