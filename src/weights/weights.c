@@ -238,7 +238,15 @@ static int32_t choose_home(const loader *l, const dt_weight_request *request, co
     return l->params.no_mmap || is_converted || !is_aligned ? HOME_PLAIN : HOME_MAPPED;
 }
 
-static size_t matrix_bytes(const dt_gemm_matrix *m) { return dt_gemm_matrix_bytes(m->type, m->n_in, m->n_out); }
+/* What a tensor that can be packed is in our layout; where its bytes will lie comes later. */
+static dt_gemm_matrix packed_matrix(const dt_gguf_tensor *t) {
+    return (dt_gemm_matrix){(dt_gemm_type)packed_type(t->type), (int32_t)t->ne[0], (int32_t)t->ne[1], NULL};
+}
+
+static int64_t packed_bytes(const dt_gguf_tensor *t) {
+    const dt_gemm_matrix m = packed_matrix(t);
+    return (int64_t)dt_gemm_matrix_bytes(m.type, m.n_in, m.n_out);
+}
 
 /* Finds or adds the placement of `t` in `home` with `type`. Capacity for one per request was allocated. */
 static placement *place(dt_weights *w, const dt_gguf_tensor *t, int32_t home_index, enum ggml_type type) {
@@ -248,8 +256,7 @@ static placement *place(dt_weights *w, const dt_gguf_tensor *t, int32_t home_ind
             return p;
         }
     }
-    const dt_gemm_matrix packed = {(dt_gemm_type)packed_type(t->type), (int32_t)t->ne[0], (int32_t)t->ne[1], NULL};
-    struct ggml_tensor *tensor = home_index == HOME_PACKED ? ggml_new_tensor_1d(w->context, type, (int64_t)matrix_bytes(&packed))
+    struct ggml_tensor *tensor = home_index == HOME_PACKED ? ggml_new_tensor_1d(w->context, type, packed_bytes(t))
                                                            : ggml_new_tensor(w->context, type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, t->name);
     placement *p = &w->placements[w->n_placements++];
@@ -283,7 +290,7 @@ static dt_status plan_request(loader *l, const dt_weight_request *request, bool 
                                                                      : t->type;
     *request->out = place(l->weights, t, home_index, type)->tensor;
     if (home_index == HOME_PACKED) {
-        *request->packed = (dt_gemm_matrix){(dt_gemm_type)packed_type(t->type), (int32_t)t->ne[0], (int32_t)t->ne[1], NULL};
+        *request->packed = packed_matrix(t);
     }
     is_used[t - l->gguf->tensors] = true;
     return DT_OK;
@@ -494,7 +501,7 @@ static void convert_to_f32(const dt_gguf_tensor *t, const void *data, float *out
 }
 
 static void pack_matrix(const dt_gguf_tensor *t, const void *data, void *packed) {
-    const dt_gemm_matrix m = {(dt_gemm_type)packed_type(t->type), (int32_t)t->ne[0], (int32_t)t->ne[1], NULL};
+    const dt_gemm_matrix m = packed_matrix(t);
     const size_t row_bytes = dt_gemm_row_bytes(m.type, m.n_in);
     for (int32_t row = 0; row < m.n_out; row += DT_GEMM_ROWS) {
         dt_gemm_pack_rows(&m, packed, row, (const char *)data + (size_t)row * row_bytes);
