@@ -195,7 +195,7 @@ dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t
     const bool exists = stat(file->path, &info) == 0;
     if (exists && is_taken(&info, inputs, n_inputs)) {
         snprintf(error->message, sizeof error->message,
-                 "%s is also read or written by this run; name another file with --stats-json", path);
+                 "%s is also read or written by this run; name another file for the numbers", path);
         dt_stats_file_free(file);
         return error->code = DT_ERR_ARGUMENT;
     }
@@ -337,6 +337,12 @@ dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers
     if (text == NULL) {
         return cannot_write(error, file->path, ENOMEM);
     }
+    const dt_status status = dt_stats_file_write_text(file, text, error);
+    free(text);
+    return status;
+}
+
+dt_status dt_stats_file_write_text(dt_stats_file *file, const char *text, dt_error *error) {
     const char *target = file->temporary != NULL ? file->temporary : file->path;
     bool done = write_all(target, text);
     if (done && file->temporary != NULL) {
@@ -346,6 +352,5 @@ dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers
     if (!done && file->temporary != NULL) {
         unlink(file->temporary);
     }
-    free(text);
     return done ? DT_OK : cannot_write(error, file->path, reason);
 }

@@ -40,6 +40,8 @@ dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t
 /* Writes all, then puts it in place at once. */
 dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
                               dt_error *error);
+/* The same with any text; a newline is added. */
+dt_status dt_stats_file_write_text(dt_stats_file *file, const char *text, dt_error *error);
 /* NULL is accepted. */
 void dt_stats_file_free(dt_stats_file *file);
 

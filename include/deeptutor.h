@@ -158,6 +158,9 @@ typedef struct dt_eviction dt_eviction; /* settings per layer, fitted to one mod
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset, dt_eviction **out, dt_error *error);
 /* JSON as docs/eviction-config.md describes; errors name file, line, key and what would be right. */
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error);
+/* The same from text[n_bytes]; `name` stands for the file in errors and in dt_eviction_name. */
+dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,
+                                dt_error *error);
 void dt_eviction_free(dt_eviction *eviction);
 /* What the settings are from, for the log: "preset docqa", "config eviction.json". */
 const char *dt_eviction_name(const dt_eviction *eviction);
@@ -172,6 +175,9 @@ typedef struct dt_session dt_session;
 
 typedef enum dt_kv_type { DT_KV_F16, DT_KV_INT8 } dt_kv_type;
 typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
+/* When a session evicts: whenever a budget is exceeded; once, after the first sync, down to exactly the budgets, and never again; or
+ * not at all: it collects what scores need, for forks that evict. */
+typedef enum dt_evict { DT_EVICT_ALWAYS, DT_EVICT_ONCE, DT_EVICT_HELD } dt_evict;
 
 typedef struct dt_session_params {
     int32_t n_ctx;           /* longest conversation in tokens; 0 = the model's own. No limit where local_window without sinks and
@@ -183,6 +189,7 @@ typedef struct dt_session_params {
     dt_prefill prefill;
     const char *kernel;          /* "auto", "reference", "avx2", "avx512"; NULL = auto */
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
+    dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
 } dt_session_params;
 
@@ -216,6 +223,10 @@ typedef struct dt_session_stats {
 int32_t dt_default_threads(void);
 dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error);
 void dt_session_free(dt_session *session);
+/* A second session with the same conversation, logits included; cached keys and values are shared until either side changes them.
+ * It goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at once. Scores are those
+ * that `from` collected: a policy that needs them where `from` had none is DT_ERR_ARGUMENT. */
+dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error);
 /* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is
  * still whole, or rebuilds. Afterwards dt_session_logits are those after the last token. progress, result, error may be
  * NULL. On failure the session holds the tokens that were computed so far. */
@@ -224,6 +235,11 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
 /* One decode step: appends `token`. probability: how likely it was when sampled (weights its attention in the importance
  * score); 1 where unknown. */
 dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error);
+/* Called with logits[n_vocab], those after the i-th of the scored tokens. Returning false stops. */
+typedef bool (*dt_logits_fn)(size_t i, const float *logits, void *user);
+/* Appends a known text, with the logits after each of its tokens. Evicts as decoding it token by token would; where nothing can be
+ * evicted it computes many tokens at once. Stopped by fn it is DT_ERR_CANCELLED, with more tokens appended than fn saw. */
+dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n, dt_logits_fn fn, void *user, dt_error *error);
 /* For benchmarks: n made-up tokens with random keys and values instead of computed ones, evicted as real ones would be. The session
  * must be new. There are no logits until a token is appended. */
 dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error);

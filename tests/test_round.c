@@ -95,7 +95,7 @@ static void test_rounds_hold_budgets_and_pins(void **state) {
         const int32_t before[3] = {dt_kv_length(kv, 0), dt_kv_length(kv, 1), dt_kv_length(kv, 2)};
         dt_round_result result;
         dt_error error;
-        require(dt_kv_round(kv, next, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, &result, &error), &error);
         int32_t n_rounds = 0;
         for (int32_t layer = 0; layer < 3; layer++) {
             const bool over = budgets[layer].policy != NULL && before[layer] > budgets[layer].max_cache_size;
@@ -124,7 +124,7 @@ static void test_local_window_is_sinks_and_the_newest(void **state) {
     add(kv, 1, 2, &next, 100);
     dt_round_result result;
     dt_error error;
-    require(dt_kv_round(kv, next, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, &result, &error), &error);
     assert_int_equal(result.n_rounds, 1);
     assert_int_equal(result.n_evicted, 55);
     assert_int_equal(result.newest_evicted, 58);
@@ -148,7 +148,7 @@ static void test_lanes_differ(void **state) {
     add(kv, 1, 2, &next, 100);
     dt_round_result result;
     dt_error error;
-    require(dt_kv_round(kv, next, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, &result, &error), &error);
     dt_kv_positions(kv, 0, 0, a);
     dt_kv_positions(kv, 0, 1, b);
     int64_t sum_a = 0, sum_b = 0;
@@ -172,7 +172,7 @@ static void test_lanes_within_budget_are_left_alone(void **state) {
     require(dt_kv_drop(kv, 0, 0, victims, 2, &error), &error); /* now 48, at its budget */
     require(dt_kv_drop(kv, 0, 1, victims, 3, &error), &error);
     dt_round_result result;
-    require(dt_kv_round(kv, next, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, &result, &error), &error);
     const int32_t expected[] = {48, 47, 45};
     for (int32_t lane = 0; lane < 3; lane++) {
         dt_kv_lane_view view;
@@ -194,7 +194,7 @@ static void run_tight(int32_t max, int32_t min, const dt_policy *policy) {
     for (int32_t step = 0; step < 400; step++) {
         add(kv, 1, 1, &next, 1);
         const int32_t before = dt_kv_length(kv, 0);
-        require(dt_kv_round(kv, next, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, &result, &error), &error);
         assert_true(before <= max || dt_kv_length(kv, 0) < before);
         require_kept(kv, budgets, 1, 1, next);
     }
@@ -218,7 +218,7 @@ static void test_nothing_to_evict(void **state) {
     add(kv, 1, 1, &next, 60);
     dt_round_result result;
     dt_error error;
-    require(dt_kv_round(kv, next, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, &result, &error), &error);
     assert_int_equal(result.n_rounds, 0);
     assert_int_equal(result.n_evicted, 0);
     assert_int_equal(result.newest_evicted, -1);
@@ -235,7 +235,7 @@ static void test_uncommitted_tokens_forbid_a_round(void **state) {
     dt_error error;
     require(dt_kv_append(kv, next, 2, &error), &error);
     dt_round_result result;
-    assert_int_equal(dt_kv_round(kv, next + 2, &result, &error), DT_ERR_ARGUMENT);
+    assert_int_equal(dt_kv_round(kv, next + 2, false, &result, &error), DT_ERR_ARGUMENT);
     assert_int_equal(dt_kv_length(kv, 0), 32);
     dt_kv_free(kv);
 }
@@ -252,7 +252,7 @@ static void test_settled_rounds_allocate_nothing(void **state) {
         atomic_store(&memory.fail_after, settled ? 0 : -1);
         dt_round_result result;
         dt_error error;
-        require(dt_kv_round(kv, next, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, &result, &error), &error);
         atomic_store(&memory.fail_after, -1);
         n_rounds += settled ? result.n_rounds : 0;
         settled_bytes = step == 149 ? atomic_load(&memory.bytes_peak) : settled_bytes;
@@ -273,7 +273,7 @@ static void test_streaming_memory_is_bounded(void **state) {
         assert_true(dt_kv_length(kv, 0) <= 64 + 50);
         dt_round_result result;
         dt_error error;
-        require(dt_kv_round(kv, next, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, &result, &error), &error);
     }
     const size_t scratch = 8 * (64 + 50) + dt_policy_scratch_bytes(64 + 50) + 256, spare = 64 + 1024;
     assert_true(atomic_load(&memory.bytes_peak) <= dt_kv_bytes_for(kv, 64 + 50) * 2 + scratch + spare);
@@ -295,7 +295,7 @@ static void test_a_failed_round_leaves_a_whole_cache(void **state) {
         assert_true(allowed < 100);
         dt_round_result result;
         atomic_store(&memory.fail_after, allowed);
-        status = dt_kv_round(kv, next, &result, &error);
+        status = dt_kv_round(kv, next, false, &result, &error);
         atomic_store(&memory.fail_after, -1);
         assert_true(status == DT_OK || status == DT_ERR_MEMORY);
         require(dt_kv_check(kv, &error), &error);

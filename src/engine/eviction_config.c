@@ -273,6 +273,11 @@ dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name
     return dt_eviction_config_preset(dt_model_get_info(model)->n_layers, preset_name, out, error);
 }
 
+dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,
+                                dt_error *error) {
+    return dt_eviction_config_text(dt_model_get_info(model)->n_layers, name, text, n_bytes, out, error);
+}
+
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error) {
     return dt_eviction_config_file(dt_model_get_info(model)->n_layers, path, out, error);
 }

@@ -4,6 +4,7 @@
  *
  * Invariants: tokens[0, n_tokens) are exactly the tokens the cache was built from; between calls nothing in the cache
  * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back.
+ * A session and its forks count their cache's memory together, since they share blocks.
  */
 #include "engine/engine.h"
 #include "engine/eviction_config.h"
@@ -12,22 +13,31 @@
 #include <string.h>
 
 #define DEFAULT_BATCH 512
+#define SCORE_BATCH 64 /* every row has logits there: [SCORE_BATCH][V] */
 /* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
 #define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
 #define PROGRESS_INTERVAL_US 100000
+
+typedef struct shared_memory {
+    dt_memory memory;
+    atomic_int references;
+} shared_memory;
 
 struct dt_session {
     const dt_model *model;
     dt_session_params params; /* with defaults filled in */
     const dt_attn_kernel *kernel;
-    dt_memory kv_memory, work_memory;
+    shared_memory *kv_memory;
+    dt_memory work_memory;
     dt_kv *kv;
     dt_graph *graph;
     int32_t *tokens; /* [token_capacity], grows */
     int32_t n_tokens, token_capacity;
     int32_t max_tokens;  /* longest conversation */
     int32_t whole_from;  /* a rewind to at least this position is possible */
+    bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
     const float *logits; /* after the last token; NULL when not computed */
+    float *own_logits;   /* those that a fork began with */
     bool *observe_layer; /* [L] */
     dt_session_stats stats;
     /* the sync in progress */
@@ -103,28 +113,65 @@ static dt_status new_cache(dt_session *s, dt_error *error) {
             layers[i].budget = *dt_eviction_budget(s->params.eviction, i);
         }
     }
-    const dt_status status = dt_kv_new(&s->kv_memory, layers, hp->n_layers, &s->kv, error);
+    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, hp->n_layers, &s->kv, error);
     free(layers);
-    s->params.eviction = NULL; /* the caller may free it now */
     return status;
 }
 
-dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error) {
+/* The same content under other budgets; the forks' blocks are counted where the first session's are. */
+static dt_status fork_cache(dt_session *s, const dt_session *from, dt_error *error) {
+    const int32_t n_layers = s->model->info.n_layers;
+    dt_budget *budgets = calloc((size_t)n_layers, sizeof *budgets);
+    if (!budgets) {
+        return dt_fail_memory(error, (size_t)n_layers * sizeof *budgets, "the cache");
+    }
+    for (int32_t i = 0; s->params.eviction && i < n_layers; i++) {
+        budgets[i] = *dt_eviction_budget(s->params.eviction, i);
+    }
+    dt_status status = dt_kv_fork(from->kv, &s->kv, error);
+    if (status == DT_OK) {
+        status = dt_kv_set_budgets(s->kv, budgets, error);
+    }
+    free(budgets);
+    return status;
+}
+
+static dt_status share_memory(dt_session *s, shared_memory *with, dt_error *error) {
+    if (with) {
+        atomic_fetch_add(&with->references, 1);
+        s->kv_memory = with;
+        return DT_OK;
+    }
+    s->kv_memory = malloc(sizeof *s->kv_memory);
+    if (!s->kv_memory) {
+        return dt_fail_memory(error, sizeof *s->kv_memory, "the session");
+    }
+    dt_memory_init(&s->kv_memory->memory);
+    atomic_init(&s->kv_memory->references, 1);
+    return DT_OK;
+}
+
+/* from: NULL, or the session whose cache the new one begins with. */
+static dt_status session_new(const dt_model *model, const dt_session_params *params, const dt_session *from, dt_session **out,
+                             dt_error *error) {
     dt_session *s = calloc(1, sizeof *s);
     if (!s) {
         return dt_fail_memory(error, sizeof *s, "the session");
     }
     s->model = model;
-    dt_memory_init(&s->kv_memory);
     dt_memory_init(&s->work_memory);
-    dt_status status = fill_defaults(s, params, error);
+    dt_status status = share_memory(s, from ? from->kv_memory : NULL, error);
+    if (status == DT_OK) {
+        status = fill_defaults(s, params, error);
+    }
     if (status == DT_OK) {
         s->max_tokens = keeps_distances_short(s) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
         s->observe_layer = calloc((size_t)model->info.n_layers, sizeof *s->observe_layer);
         status = s->observe_layer ? DT_OK : dt_fail_memory(error, (size_t)model->info.n_layers, "the session");
     }
     if (status == DT_OK) {
-        status = new_cache(s, error);
+        status = from ? fork_cache(s, from, error) : new_cache(s, error);
+        s->params.eviction = NULL; /* the caller may free it now */
     }
     if (status == DT_OK) {
         const dt_graph_params graph_params = {.kernel = s->kernel,
@@ -142,13 +189,21 @@ dt_status dt_session_new(const dt_model *model, const dt_session_params *params,
     return DT_OK;
 }
 
+dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error) {
+    return session_new(model, params, NULL, out, error);
+}
+
 void dt_session_free(dt_session *session) {
     if (!session) {
         return;
     }
     dt_graph_free(session->graph);
     dt_kv_free(session->kv);
+    if (session->kv_memory && atomic_fetch_sub(&session->kv_memory->references, 1) == 1) {
+        free(session->kv_memory);
+    }
     free(session->observe_layer);
+    free(session->own_logits);
     free(session->tokens);
     free(session);
 }
@@ -196,8 +251,10 @@ static dt_status reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) 
     return DT_OK;
 }
 
-/* Computes n tokens after the ones there are; n_remaining more will follow before the next round in full prefill. */
-static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int64_t n_remaining, float weight, dt_error *error) {
+/* Computes n tokens after the ones there are, with logits after the last n_outputs of them; n_remaining more tokens will follow
+ * before the next round. */
+static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_remaining, float weight,
+                      dt_error *error) {
     const dt_status reserved = reserve_tokens(s, n, error);
     if (reserved != DT_OK) {
         return reserved;
@@ -206,7 +263,7 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int64_t n
     const dt_batch batch = {.tokens = tokens,
                             .n = n,
                             .first_position = s->n_tokens,
-                            .n_outputs = 1,
+                            .n_outputs = n_outputs,
                             .observe_layer = observe ? s->observe_layer : NULL,
                             .n_observed = DT_MIN(n, DT_OBSERVE_WINDOW)};
     s->logits = NULL;
@@ -222,14 +279,17 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int64_t n
     }
     memcpy(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
     s->n_tokens += n;
-    s->logits = logits;
+    s->logits = logits + (size_t)(n_outputs - 1) * (size_t)s->model->info.n_vocab;
     return DT_OK;
 }
 
 static dt_status evict(dt_session *s, dt_error *error) {
+    if (s->params.evict == DT_EVICT_HELD || s->evicted_once) {
+        return DT_OK;
+    }
     const int64_t start = dt_clock_us();
     dt_round_result result;
-    const dt_status status = dt_kv_round(s->kv, s->n_tokens, &result, error);
+    const dt_status status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
     if (result.n_evicted > 0) {
         s->whole_from = s->n_tokens;
     }
@@ -237,6 +297,51 @@ static dt_status evict(dt_session *s, dt_error *error) {
     s->stats.evicted_tokens += result.n_evicted;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
+}
+
+/* ---- forks ---- */
+
+static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_error *error) {
+    const dt_status status = reserve_tokens(s, from->n_tokens, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    if (from->logits) {
+        const size_t bytes = (size_t)s->model->info.n_vocab * sizeof *s->own_logits;
+        s->own_logits = malloc(bytes);
+        if (!s->own_logits) {
+            return dt_fail_memory(error, bytes, "the fork's logits");
+        }
+        memcpy(s->own_logits, from->logits, bytes);
+        s->logits = s->own_logits;
+    }
+    if (from->n_tokens > 0) {
+        memcpy(s->tokens, from->tokens, (size_t)from->n_tokens * sizeof *s->tokens);
+    }
+    s->n_tokens = from->n_tokens;
+    s->whole_from = from->whole_from;
+    return DT_OK;
+}
+
+dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict mode, dt_session **out, dt_error *error) {
+    dt_session_params params = from->params;
+    params.eviction = eviction;
+    params.evict = mode;
+    dt_session *s = NULL;
+    dt_status status = session_new(from->model, &params, from, &s, error);
+    if (status == DT_OK) {
+        status = copy_conversation(s, from, error);
+    }
+    if (status == DT_OK && s->n_tokens > 0) {
+        status = evict(s, error);
+        s->evicted_once = mode == DT_EVICT_ONCE;
+    }
+    if (status != DT_OK) {
+        dt_session_free(s);
+        return status;
+    }
+    *out = s;
+    return DT_OK;
 }
 
 /* ---- sync ---- */
@@ -267,6 +372,7 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
     dt_kv_clear(s->kv);
     s->n_tokens = 0;
     s->whole_from = 0;
+    s->evicted_once = false;
     result->how = DT_SYNC_REBUILT;
     return DT_OK;
 }
@@ -276,7 +382,7 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     while (status == DT_OK && (size_t)s->n_tokens < n) {
         const size_t left = n - (size_t)s->n_tokens;
         const int32_t chunk = (int32_t)DT_MIN(left, (size_t)s->params.n_batch);
-        status = step(s, tokens + s->n_tokens, chunk, (int64_t)left - chunk, 1.0f, error);
+        status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, error);
         if (status == DT_OK && (s->params.prefill == DT_PREFILL_STREAMING || (size_t)s->n_tokens == n)) {
             status = evict(s, error);
         }
@@ -328,6 +434,7 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
     s->progress_total = (int64_t)n - s->n_tokens;
     s->progress_last_us = start;
     status = prefill(s, tokens, n, error);
+    s->evicted_once = s->evicted_once || (status == DT_OK && s->params.evict == DT_EVICT_ONCE);
     s->progress = NULL;
     result->computed_tokens = s->n_tokens - result->reused_tokens;
     result->prefill_ms = (double)(dt_clock_us() - start) / 1000.0;
@@ -343,12 +450,44 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
                        s->model->info.n_ctx_train);
     }
     const int64_t start = dt_clock_us();
-    dt_status status = step(s, &token, 1, 0, dt_query_weight(probability), error);
+    dt_status status = step(s, &token, 1, 1, 0, dt_query_weight(probability), error);
     if (status == DT_OK) {
         status = evict(s, error);
         s->stats.decode_tokens++;
     }
     s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+    return status;
+}
+
+static bool may_evict(const dt_session *s) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any = any || dt_kv_layer(s->kv, i)->budget.policy != NULL;
+    }
+    return any && s->params.evict != DT_EVICT_HELD && !s->evicted_once;
+}
+
+dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n, dt_logits_fn fn, void *user, dt_error *error) {
+    dt_session *s = session;
+    if (n > (size_t)(s->max_tokens - s->n_tokens)) {
+        return dt_fail(error, DT_ERR_LIMIT, "%zu more tokens after %d don't fit into a context of %d (-c)", n, s->n_tokens,
+                       s->max_tokens);
+    }
+    const size_t n_vocab = (size_t)s->model->info.n_vocab, most = may_evict(s) ? 1 : SCORE_BATCH;
+    dt_status status = DT_OK;
+    for (size_t done = 0; status == DT_OK && done < n;) {
+        const int32_t chunk = (int32_t)DT_MIN(n - done, most);
+        status = step(s, tokens + done, chunk, chunk, 0, 1.0f, error);
+        for (int32_t i = 0; status == DT_OK && i < chunk; i++) {
+            if (!fn(done + (size_t)i, s->logits - (size_t)(chunk - 1 - i) * n_vocab, user)) {
+                status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
+            }
+        }
+        if (status == DT_OK) {
+            status = evict(s, error);
+        }
+        done += (size_t)chunk;
+    }
     return status;
 }
 
@@ -417,7 +556,7 @@ void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     out->n_ctx = session->max_tokens;
     out->n_threads = session->params.n_threads;
     out->kv_bytes = dt_kv_bytes(session->kv);
-    out->kv_bytes_peak = atomic_load(&session->kv_memory.bytes_peak);
+    out->kv_bytes_peak = atomic_load(&session->kv_memory->memory.bytes_peak);
     out->kv_bytes_full = dt_kv_bytes_for(session->kv, session->n_tokens);
     out->kv_step_bytes = step_bytes(session);
     out->attention_ms = (double)dt_graph_attention_us(session->graph) / 1000.0;

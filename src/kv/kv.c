@@ -255,6 +255,8 @@ static dt_status check_params(const dt_kv_layer_params *layers, int32_t n_layers
 static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * sizeof *kv->layers; }
 static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * sizeof *kv->lanes; }
 
+static bool policy_needs_mass(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_mass; }
+
 dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t n_layers, dt_kv **out, dt_error *error) {
     *out = NULL;
     int32_t n_lanes = 0;
@@ -279,8 +281,7 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
     }
     dt_kv_lane_state *lane = kv->lanes;
     for (int32_t i = 0; i < n_layers; i++) {
-        const dt_policy *policy = layers[i].budget.policy;
-        kv->layers[i] = (dt_kv_layer_state){.params = layers[i], .has_mass = policy != NULL && policy->needs_mass, .lanes = lane};
+        kv->layers[i] = (dt_kv_layer_state){.params = layers[i], .has_mass = policy_needs_mass(&layers[i].budget), .lanes = lane};
         lane += layers[i].n_lanes;
     }
     *out = kv;
@@ -334,6 +335,7 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
+        fork->layers[i].has_mass = layer->has_mass; /* which a later budget may not need */
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             const dt_kv_lane_state *from = &layer->lanes[j];
             dt_kv_lane_state *to = &fork->layers[i].lanes[j];
@@ -358,6 +360,20 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     fork->next_position = kv->next_position;
     fork->newest_dropped = kv->newest_dropped;
     *out = fork;
+    return DT_OK;
+}
+
+dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, dt_error *error) {
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        if (policy_needs_mass(&budgets[i]) && !kv->layers[i].has_mass) {
+            return dt_fail(error, DT_ERR_ARGUMENT,
+                           "policy %s needs the attention that layer %d's tokens got, and it was not collected there",
+                           budgets[i].policy->name, i);
+        }
+    }
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        kv->layers[i].params.budget = budgets[i];
+    }
     return DT_OK;
 }
 
@@ -606,7 +622,9 @@ double dt_kv_mean_length(const dt_kv *kv, int32_t layer_index) {
 
 const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer) { return &kv->layers[layer].params; }
 
-bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) { return kv->layers[layer].has_mass; }
+bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
+    return kv->layers[layer].has_mass && policy_needs_mass(&kv->layers[layer].params.budget);
+}
 
 /* ---- bytes ---- */
 

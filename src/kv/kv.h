@@ -41,8 +41,11 @@ dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error);
 /* Removes victims[n] (entry indices, ascending, committed) from a lane. Fails (nothing changed) for
  * memory, and for victims that are not as said. */
 dt_status dt_kv_drop(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n, dt_error *error);
-/* A second cache with the same content; blocks are shared until one side writes. */
+/* A second cache with the same content, in the same memory; blocks are shared until one side writes. */
 dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error);
+/* Other budgets from now on, one per layer. A policy that needs mass is DT_ERR_ARGUMENT for a layer of a cache that is not empty and
+ * has none. */
+dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, dt_error *error);
 /* Removes everything. */
 void dt_kv_clear(dt_kv *kv);
 
@@ -76,11 +79,11 @@ typedef struct dt_round_result {
     int32_t newest_evicted; /* highest position that was evicted in any lane; -1 = none */
 } dt_round_result;
 
-/* Runs a round in every layer in which a lane exceeds its budget: its lanes over budget go down to the low-water mark. Nothing may
- * be uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
+/* Runs a round in every layer in which a lane exceeds its budget: its lanes over budget go down to the low-water mark, or, when
+ * `exact`, to max_cache_size. Nothing may be uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
  */
-dt_status dt_kv_round(dt_kv *kv, int32_t next_position, dt_round_result *result, dt_error *error);
-/* True when the layer's policy needs attention mass. */
+dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
+/* True when the layer's policy needs attention mass, and entries have room for it. */
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);
 
 dt_status dt_kv_check(const dt_kv *kv, dt_error *error);

@@ -10,7 +10,7 @@
 #include <math.h>
 
 /* Evicts from one lane; *n_evicted and result->newest_evicted tell what went. */
-static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t *n_evicted,
+static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, bool exact, int32_t *n_evicted,
                             dt_round_result *result, dt_error *error) {
     const dt_budget *budget = &kv->layers[layer].params.budget;
     dt_kv_lane_view view;
@@ -33,7 +33,8 @@ static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next
         .sink_tokens = budget->sink_tokens,
         .recent_window = budget->recent_window,
     };
-    const int32_t n = dt_policy_choose(budget->policy, &entries, dt_budget_low_water(budget), victims, scratch + 2 * row_bytes);
+    const int32_t n_keep = exact ? budget->max_cache_size : dt_budget_low_water(budget);
+    const int32_t n = dt_policy_choose(budget->policy, &entries, n_keep, victims, scratch + 2 * row_bytes);
     const dt_status status = dt_kv_drop(kv, layer, lane, victims, n, error);
     if (status == DT_OK) {
         *n_evicted = n;
@@ -45,21 +46,21 @@ static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next
 }
 
 /* *evicted: tokens that went, summed over the layer's lanes. */
-static dt_status layer_round(dt_kv *kv, int32_t layer, int32_t next_position, int64_t *evicted, dt_round_result *result,
+static dt_status layer_round(dt_kv *kv, int32_t layer, int32_t next_position, bool exact, int64_t *evicted, dt_round_result *result,
                              dt_error *error) {
     const dt_kv_layer_state *state = &kv->layers[layer];
     dt_status status = DT_OK;
     for (int32_t lane = 0; lane < state->params.n_lanes && status == DT_OK; lane++) {
         if (state->lanes[lane].n_entries > state->params.budget.max_cache_size) {
             int32_t n = 0;
-            status = lane_round(kv, layer, lane, next_position, &n, result, error);
+            status = lane_round(kv, layer, lane, next_position, exact, &n, result, error);
             *evicted += n;
         }
     }
     return status;
 }
 
-dt_status dt_kv_round(dt_kv *kv, int32_t next_position, dt_round_result *result, dt_error *error) {
+dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error) {
     *result = (dt_round_result){.newest_evicted = -1};
     if (kv->n_uncommitted > 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%d tokens are not committed yet: commit them before an eviction round",
@@ -71,7 +72,7 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, dt_round_result *result,
         const dt_kv_layer_params *params = &kv->layers[i].params;
         if (params->budget.policy != NULL && dt_kv_length(kv, i) > params->budget.max_cache_size) {
             int64_t evicted = 0;
-            status = layer_round(kv, i, next_position, &evicted, result, error);
+            status = layer_round(kv, i, next_position, exact, &evicted, result, error);
             result->n_rounds += evicted > 0;
             mean_evicted += (double)evicted / params->n_lanes;
         }

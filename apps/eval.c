@@ -1,0 +1,314 @@
+/*
+ * ./deeptutor-eval: what eviction costs in quality, on any model and text.
+ *
+ *   kld     distance of the next-token distributions from those of the full cache, teacher-forced
+ *   needle  facts hidden in a text, asked for afterwards
+ *
+ * Everything that can be refused without the model is refused before it is loaded.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "eval.h"
+#include "run.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define AT(member) offsetof(eval_options, member)
+#define N_OF(array) (sizeof(array) / sizeof(array)[0])
+
+static const dt_option common_rows[] = {
+    {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin"},
+    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24, "tokens read before eviction counts (kld 4096, needle 3000)"},
+    {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
+     "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
+    {"--policy", "NAME", DT_OPTION_TEXT, AT(policy), 0, 0,
+     "this policy on every layer, with --kept or --max-cache-size (instead of a preset)"},
+    {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
+    {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
+};
+static const dt_option kld_rows[] = {
+    {"--continuation", "N", DT_OPTION_INT, AT(n_continuation), 1, 1 << 20, "tokens compared after the context (256)"},
+    {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
+};
+static const dt_option needle_rows[] = {
+    {"--samples", "N", DT_OPTION_INT, AT(n_samples), 1, 4096, "texts with needles (20)"},
+    {"--needles", "N", DT_OPTION_INT, AT(n_needles), 1, 16, "facts hidden in each text, all asked for (1)"},
+    {"--question", "after|aware", DT_OPTION_CHOICE, AT(question), 0, 0,
+     "asked after eviction, or part of the prompt when it happens (after)"},
+    {"--form", "text|chat", DT_OPTION_CHOICE, AT(form), 0, 0, "plain text to go on from, or the model's chat template (text)"},
+    {"--depth-low", "X", DT_OPTION_NUMBER, AT(depth_low), 0, 1, "needles lie no earlier in the text (0.1)"},
+    {"--depth-high", "X", DT_OPTION_NUMBER, AT(depth_high), 0, 1, "nor later (0.9)"},
+    {"--seed", "N", DT_OPTION_INT, AT(seed), 0, UINT32_MAX, "of cities, numbers and depths (1)"},
+};
+static const dt_option_group common_group = {"Measurement", common_rows, N_OF(common_rows)};
+static const dt_option_group kld_group = {"kld", kld_rows, N_OF(kld_rows)};
+static const dt_option_group needle_group = {"needle", needle_rows, N_OF(needle_rows)};
+
+typedef struct command {
+    const char *name;
+    const dt_option_group *own;
+    dt_status (*run)(eval *e, dt_error *error);
+    int64_t n_context;
+} command;
+
+static const command commands[] = {
+    {"kld", &kld_group, eval_kld, 4096},
+    {"needle", &needle_group, eval_needle, 3000},
+};
+
+dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error->message, sizeof error->message, format, arguments);
+    va_end(arguments);
+    return error->code = code;
+}
+
+bool eval_progress(int64_t done, int64_t total, const dt_session *session) {
+    dt_report_progress("measuring", done, total, session);
+    return !dt_interrupted;
+}
+
+void eval_set_result(eval *e, json_t *rows) {
+    if (e->n_settings == 1) {
+        json_object_update(e->result, json_array_get(rows, 0));
+        json_decref(rows);
+    } else {
+        json_object_set_new(e->result, "settings", rows);
+    }
+}
+
+eval_mean eval_mean_of(const double *values, size_t n) {
+    double sum = 0, squares = 0;
+    for (size_t i = 0; i < n; i++) {
+        sum += values[i];
+    }
+    const double mean = n > 0 ? sum / (double)n : 0;
+    for (size_t i = 0; i < n; i++) {
+        squares += (values[i] - mean) * (values[i] - mean);
+    }
+    return (eval_mean){.mean = mean, .error = n > 1 ? sqrt(squares / (double)(n - 1) / (double)n) : 0};
+}
+
+/* ---- sessions ----------------------------------------------------------------------------------- */
+
+static void session_params(const eval *e, dt_session_params *out) {
+    dt_shared_options_session(&e->options->shared, out);
+}
+
+dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error) {
+    dt_session_params params;
+    session_params(e, &params);
+    params.prefill = DT_PREFILL_FULL;
+    params.eviction = e->settings[0].eviction;
+    params.evict = DT_EVICT_HELD;
+    return dt_session_new(e->model, &params, out, error);
+}
+
+static bool on_prefill(int64_t done, int64_t total, void *user) {
+    (void)done;
+    (void)total;
+    (void)user;
+    return !dt_interrupted;
+}
+
+dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval_setting *setting, dt_session **out,
+                               dt_error *error) {
+    const dt_evict evict = e->options->evict == 0 ? DT_EVICT_ALWAYS : DT_EVICT_ONCE;
+    if (e->options->shared.prefill == 0) {
+        return dt_session_fork(base, setting->eviction, evict, out, error);
+    }
+    size_t n;
+    const int32_t *tokens = dt_session_tokens(base, &n);
+    dt_session_params params;
+    session_params(e, &params);
+    params.eviction = setting->eviction;
+    params.evict = evict;
+    dt_status status = dt_session_new(e->model, &params, out, error);
+    if (status == DT_OK) {
+        status = dt_session_sync(*out, tokens, n, on_prefill, NULL, NULL, error);
+    }
+    return status;
+}
+
+double eval_kept_share(const eval *e, const dt_session *session) {
+    const dt_model_info *info = dt_model_get_info(e->model);
+    double kept = 0, lanes = 0;
+    size_t n;
+    dt_session_tokens(session, &n);
+    for (int32_t i = 0; i < info->n_layers; i++) {
+        dt_layer_stats layer;
+        if (dt_session_get_layer_stats(session, i, &layer) == DT_OK) {
+            kept += layer.mean_length * info->n_kv_heads[i];
+            lanes += info->n_kv_heads[i];
+        }
+    }
+    return n > 0 ? kept / lanes / (double)n : 0;
+}
+
+/* ---- settings ----------------------------------------------------------------------------------- */
+
+static dt_status setting_of_policy(eval *e, eval_setting *setting, int64_t max, dt_error *error) {
+    char text[256];
+    const int n = snprintf(text, sizeof text, "{\"0-\": {\"policy\": \"%.32s\", \"max_cache_size\": %lld}}", e->options->policy,
+                           (long long)max);
+    return dt_eviction_from_text(e->model, "--policy", text, (size_t)n, &setting->eviction, error);
+}
+
+static dt_status add_setting(eval *e, double kept, dt_error *error) {
+    const eval_options *o = e->options;
+    eval_setting *setting = &e->settings[e->n_settings++];
+    setting->kept = kept;
+    const int64_t max = kept > 0 ? (int64_t)(kept * (double)o->n_context) : o->shared.max_cache_size;
+    if (o->policy != NULL) {
+        return setting_of_policy(e, setting, max, error);
+    }
+    dt_shared_options shared = o->shared;
+    shared.eviction = true;
+    shared.max_cache_size = max;
+    return dt_shared_options_eviction(&shared, e->model, &setting->eviction, error);
+}
+
+static dt_status make_settings(eval *e, dt_error *error) {
+    const char *text = e->options->kept;
+    if (text == NULL) {
+        return add_setting(e, 0, error);
+    }
+    dt_status status = DT_OK;
+    while (status == DT_OK && *text != 0) {
+        char word[32] = "";
+        const size_t n = strcspn(text, ",");
+        double kept = 0;
+        if (n < sizeof word) {
+            memcpy(word, text, n);
+        }
+        if (!dt_parse_number(word, &kept) || kept <= 0 || kept > 1 || e->n_settings == EVAL_MAX_SETTINGS) {
+            return eval_fail(error, DT_ERR_ARGUMENT, "--kept needs at most %d shares above 0 and up to 1, such as 0.5,0.25",
+                             EVAL_MAX_SETTINGS);
+        }
+        status = add_setting(e, kept, error);
+        text += n + (text[n] == ',');
+    }
+    return status;
+}
+
+static dt_status read_text(eval *e, dt_error *error) {
+    char *bytes = NULL;
+    size_t n = 0;
+    dt_status status = dt_read_file(e->options->file, &bytes, &n, error);
+    if (status == DT_OK) {
+        status = dt_tokenize(e->model, bytes, n, false, false, &e->text, &e->n_text, error);
+    }
+    free(bytes);
+    return status;
+}
+
+/* ---- main --------------------------------------------------------------------------------------- */
+
+static const char *check(const eval_options *o) {
+    if (o->file == NULL) {
+        return "there is no text to measure on; give one with -f FILE";
+    }
+    if (o->policy != NULL && (o->shared.eviction_preset != NULL || o->shared.eviction_config != NULL)) {
+        return "--policy stands instead of --eviction-preset and --eviction-config; give one of them";
+    }
+    if (o->policy != NULL && o->kept == NULL && o->shared.max_cache_size == 0) {
+        return "--policy needs a budget: --kept 0.25, or --max-cache-size N";
+    }
+    if (o->depth_low > o->depth_high) {
+        return "--depth-low is above --depth-high";
+    }
+    return NULL;
+}
+
+static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *error) {
+    dt_status status = dt_model_open(e->options->shared.model, NULL, &e->model, error);
+    if (status == DT_OK) {
+        status = make_settings(e, error);
+    }
+    if (status == DT_OK) {
+        status = read_text(e, error);
+    }
+    if (status == DT_OK) {
+        e->result = json_pack("{ss ss sI}", "command", c->name, "model", e->options->shared.model, "context",
+                              (json_int_t)e->options->n_context);
+        status = e->result != NULL ? c->run(e, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+    }
+    dt_report_progress_end();
+    if (status == DT_OK && file != NULL) {
+        char *text = json_dumps(e->result, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+        status = text != NULL ? dt_stats_file_write_text(file, text, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+        free(text);
+    }
+    for (size_t i = 0; i < e->n_settings; i++) {
+        dt_eviction_free(e->settings[i].eviction);
+    }
+    json_decref(e->result);
+    dt_free(e->text);
+    dt_model_close(e->model);
+    return status;
+}
+
+static void print_usage(FILE *file, const char *program) {
+    fprintf(file, "usage: %s kld|needle -m FILE -f TEXT [flags]; kld --help, needle --help list them\n", program);
+}
+
+static const command *find_command(const char *name) {
+    for (size_t i = 0; name != NULL && i < N_OF(commands); i++) {
+        if (strcmp(commands[i].name, name) == 0) {
+            return &commands[i];
+        }
+    }
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    const command *c = find_command(argc > 1 ? argv[1] : NULL);
+    if (c == NULL) {
+        const bool help = argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0);
+        if (argc > 1 && strcmp(argv[1], "--version") == 0) {
+            printf("DeepTutor %s\n", DT_VERSION);
+            return 0;
+        }
+        print_usage(help ? stdout : stderr, argv[0]);
+        return help ? 0 : 2;
+    }
+    const dt_option_group *const groups[] = {&common_group, c->own, &dt_model_options, &dt_eviction_options, &dt_output_options};
+    char message[512];
+    eval_options o = {.n_context = c->n_context, .n_continuation = 256, .n_chunks = 4, .n_samples = 20, .n_needles = 1,
+                      .depth_low = 0.1, .depth_high = 0.9, .seed = 1};
+    dt_shared_options_init(&o.shared);
+    bool good = dt_options_parse(groups, N_OF(groups), argc - 1, argv + 1, &o, message, sizeof message);
+    if (o.shared.help) {
+        print_usage(stdout, argv[0]);
+        dt_options_help(stdout, groups, N_OF(groups));
+        return 0;
+    }
+    o.shared.eviction = true; /* that is what is measured */
+    good = good && dt_shared_options_check(&o.shared, message, sizeof message);
+    if (good && check(&o) != NULL) {
+        snprintf(message, sizeof message, "%s", check(&o));
+        good = false;
+    }
+    if (!good) {
+        fprintf(stderr, "error: %s\n", message);
+        return 2;
+    }
+    dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
+    dt_run_signals();
+    dt_error error = {0};
+    dt_stats_file *file = NULL;
+    const char *inputs[] = {o.shared.model, o.file, o.shared.eviction_config};
+    dt_status status = o.json != NULL ? dt_stats_file_open(o.json, inputs, N_OF(inputs), &file, &error) : DT_OK;
+    if (status == DT_OK) {
+        eval e = {.options = &o, .command = c->name};
+        status = run(&e, c, file, &error);
+    }
+    dt_stats_file_free(file);
+    if (status != DT_OK) {
+        dt_report(DT_LOG_ERROR, "%s", error.message);
+    }
+    return status == DT_OK ? 0 : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2 : 1;
+}

@@ -1,0 +1,67 @@
+/*
+ * What the subcommands of ./deeptutor-eval share: flags, the model, a text's tokens, the settings to compare, the file of results.
+ *
+ * Invariants: every comparison starts from one cache that both sides share (a fork), so that only eviction differs; stdout holds the
+ * result and nothing else; the JSON file is whole or not there.
+ */
+#ifndef DT_APPS_EVAL_H
+#define DT_APPS_EVAL_H
+
+#include "options.h"
+#include "report.h"
+
+#include <jansson.h>
+
+#define EVAL_MAX_SETTINGS 16
+
+typedef struct eval_options {
+    dt_shared_options shared; /* first: the shared tables' offsets */
+    const char *file, *json, *policy, *kept;
+    int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict;
+    int64_t evict, question, form; /* choices */
+    double depth_low, depth_high, min_same, min_rouge;
+    int64_t seed;
+} eval_options;
+
+/* One way to evict. */
+typedef struct eval_setting {
+    double kept; /* share of the context; 0 = as the flags or the file say */
+    dt_eviction *eviction;
+} eval_setting;
+
+typedef struct eval {
+    const eval_options *options;
+    const char *command;
+    dt_model *model;
+    int32_t *text; /* the file's tokens */
+    size_t n_text;
+    eval_setting settings[EVAL_MAX_SETTINGS];
+    size_t n_settings;
+    json_t *result; /* what --json writes */
+} eval;
+
+/* Each measures, prints its table and fills b->result. */
+dt_status eval_kld(eval *e, dt_error *error);
+dt_status eval_needle(eval *e, dt_error *error);
+
+/* A session that collects what the settings' scores need and evicts nothing; forks of it are compared. Free with dt_session_free. */
+dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error);
+/* The fork under settings[i], as --evict says; with streaming prefill a session that reads tokens[n] itself. */
+dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval_setting *setting, dt_session **out,
+                               dt_error *error);
+/* Kept entries over all layers and lanes, as a share of the tokens so far. */
+double eval_kept_share(const eval *e, const dt_session *session);
+/* Shows progress; false after Ctrl-C. */
+bool eval_progress(int64_t done, int64_t total, const dt_session *session);
+/* Puts the settings' rows into the result; a single one is the result. Takes rows over. */
+void eval_set_result(eval *e, json_t *rows);
+/* Fills *error; returns code. */
+dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/* Mean and its standard error of n numbers. */
+typedef struct eval_mean {
+    double mean, error;
+} eval_mean;
+eval_mean eval_mean_of(const double *values, size_t n);
+
+#endif

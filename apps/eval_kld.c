@@ -1,0 +1,171 @@
+/*
+ * deeptutor-eval kld: how far the next-token distributions after eviction are from those of the full cache.
+ *
+ * A chunk of the text is read as context; then its continuation is fed token by token to the full cache and to a fork of it under
+ * each setting. After every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token
+ * likeliest, and the negative log likelihood that each gives to the token that follows. Means are over tokens, then over chunks; the
+ * standard error is that of the mean over chunks.
+ */
+#include "eval.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct chunk_sums {
+    double kld, same, nll, nll_full, kept;
+} chunk_sums;
+
+typedef struct comparison {
+    size_t n_vocab, n;
+    const int32_t *next; /* the token that follows each of the fed ones */
+    float *full;         /* [n][n_vocab] log probabilities */
+    chunk_sums *sums;
+} comparison;
+
+/* Log probabilities in place of logits; returns the likeliest token. */
+static size_t log_softmax(const float *logits, size_t n, float *out) {
+    size_t best = 0;
+    for (size_t i = 1; i < n; i++) {
+        best = logits[i] > logits[best] ? i : best;
+    }
+    double sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        sum += (double)expf(logits[i] - logits[best]);
+    }
+    const float shift = logits[best] + (float)log(sum);
+    for (size_t i = 0; i < n; i++) {
+        out[i] = logits[i] - shift;
+    }
+    return best;
+}
+
+static bool keep_full(size_t i, const float *logits, void *user) {
+    comparison *c = user;
+    log_softmax(logits, c->n_vocab, c->full + i * c->n_vocab);
+    return true;
+}
+
+static bool compare(size_t i, const float *logits, void *user) {
+    comparison *c = user;
+    float *full = c->full + i * c->n_vocab, *evicted = c->full + c->n * c->n_vocab; /* one more row, for this */
+    const size_t best = log_softmax(logits, c->n_vocab, evicted);
+    size_t best_full = 0;
+    double kld = 0;
+    for (size_t t = 0; t < c->n_vocab; t++) {
+        kld += (double)(expf(full[t]) * (full[t] - evicted[t]));
+        best_full = full[t] > full[best_full] ? t : best_full;
+    }
+    c->sums->kld += kld;
+    c->sums->same += best == best_full ? 1 : 0;
+    c->sums->nll -= (double)evicted[c->next[i]];
+    c->sums->nll_full -= (double)full[c->next[i]];
+    return true;
+}
+
+static dt_status measure_setting(eval *e, const dt_session *base, const eval_setting *setting, const int32_t *fed, comparison *c,
+                                 dt_error *error) {
+    dt_session *evicted = NULL;
+    dt_status status = eval_evicted_session(e, base, setting, &evicted, error);
+    if (status == DT_OK) {
+        c->sums->kept = eval_kept_share(e, evicted);
+        status = dt_session_score(evicted, fed, c->n, compare, c, error);
+    }
+    dt_session_free(evicted);
+    const double n = (double)c->n;
+    *c->sums = (chunk_sums){c->sums->kld / n, c->sums->same / n, c->sums->nll / n, c->sums->nll_full / n, c->sums->kept};
+    return status;
+}
+
+static bool on_prefill(int64_t done, int64_t total, void *user) {
+    (void)done;
+    (void)total;
+    return eval_progress(((int64_t *)user)[0], ((int64_t *)user)[1], NULL);
+}
+
+/* sums: [n_settings]. A chunk is n_context + n_continuation + 1 tokens. */
+static dt_status measure_chunk(eval *e, size_t index, float *full, chunk_sums *sums, dt_error *error) {
+    const eval_options *o = e->options;
+    const size_t n_context = (size_t)o->n_context, n = (size_t)o->n_continuation;
+    const int32_t *text = e->text + index * (n_context + n + 1);
+    int64_t progress[] = {(int64_t)index, o->n_chunks};
+    dt_session *base = NULL, *reference = NULL;
+    comparison c = {.n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab, .n = n, .next = text + n_context + 1, .full = full};
+    dt_status status = eval_base_session(e, &base, error);
+    if (status == DT_OK) {
+        status = dt_session_sync(base, text, n_context, on_prefill, progress, NULL, error);
+    }
+    if (status == DT_OK) {
+        status = dt_session_fork(base, NULL, DT_EVICT_ALWAYS, &reference, error);
+    }
+    if (status == DT_OK) {
+        status = dt_session_score(reference, text + n_context, n, keep_full, &c, error);
+    }
+    dt_session_free(reference);
+    for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
+        c.sums = &sums[i];
+        status = measure_setting(e, base, &e->settings[i], text + n_context, &c, error);
+        if (status == DT_OK && !eval_progress((int64_t)index, o->n_chunks, NULL)) {
+            status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
+        }
+    }
+    dt_session_free(base);
+    return status;
+}
+
+static eval_mean mean_over_chunks(const chunk_sums *sums, size_t n_chunks, size_t stride, size_t member, double *values) {
+    for (size_t i = 0; i < n_chunks; i++) {
+        memcpy(&values[i], (const char *)&sums[i * stride] + member, sizeof *values);
+    }
+    return eval_mean_of(values, n_chunks);
+}
+
+static void report(eval *e, const chunk_sums *sums, double *values) {
+    const size_t n_chunks = (size_t)e->options->n_chunks, n = e->n_settings;
+    json_t *rows = json_array();
+    printf("| kept |    KLD | +-     | top-1 | NLL    | NLL full |\n| ---: | ---: | ---: | ---: | ---: | ---: |\n");
+    for (size_t s = 0; s < n; s++) {
+#define MEAN(member) mean_over_chunks(sums + s, n_chunks, n, offsetof(chunk_sums, member), values)
+        const eval_mean kld = MEAN(kld), same = MEAN(same), nll = MEAN(nll), full = MEAN(nll_full), kept = MEAN(kept);
+#undef MEAN
+        printf("| %.4f | %.4f | %.4f | %.3f | %.4f | %.4f |\n", kept.mean, kld.mean, kld.error, same.mean, nll.mean, full.mean);
+        json_t *chunks = json_array();
+        for (size_t i = 0; i < n_chunks; i++) {
+            const chunk_sums *c = &sums[i * n + s];
+            json_array_append_new(chunks, json_pack("{sf sf sf sf sf}", "kld", c->kld, "top1", c->same, "nll", c->nll, "nll_full",
+                                                    c->nll_full, "kept_share", c->kept));
+        }
+        json_array_append_new(rows, json_pack("{sf sf sf sf sf sf sf so}", "budget_share", e->settings[s].kept, "kld", kld.mean,
+                                              "kld_error", kld.error, "top1", same.mean, "nll", nll.mean, "nll_full", full.mean,
+                                              "kept_share", kept.mean, "chunks", chunks));
+    }
+    eval_set_result(e, rows);
+}
+
+dt_status eval_kld(eval *e, dt_error *error) {
+    const eval_options *o = e->options;
+    const size_t per_chunk = (size_t)(o->n_context + o->n_continuation + 1), n_chunks = (size_t)o->n_chunks;
+    if (e->n_text < per_chunk * n_chunks) {
+        return eval_fail(error, DT_ERR_ARGUMENT, "%zu chunks of %zu tokens need a text of %zu; this one has %zu: give fewer --chunks",
+                         n_chunks, per_chunk, per_chunk * n_chunks, e->n_text);
+    }
+    const size_t n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab;
+    float *full = malloc(((size_t)o->n_continuation + 1) * n_vocab * sizeof *full);
+    chunk_sums *sums = calloc(n_chunks * e->n_settings, sizeof *sums);
+    double *values = calloc(n_chunks, sizeof *values);
+    dt_status status = full != NULL && sums != NULL && values != NULL
+                           ? DT_OK
+                           : eval_fail(error, DT_ERR_MEMORY, "out of memory for %lld tokens' distributions; give a smaller "
+                                                             "--continuation", (long long)o->n_continuation);
+    for (size_t i = 0; i < n_chunks && status == DT_OK; i++) {
+        status = measure_chunk(e, i, full, sums + i * e->n_settings, error);
+    }
+    dt_report_progress_end();
+    if (status == DT_OK) {
+        report(e, sums, values);
+    }
+    free(full);
+    free(sums);
+    free(values);
+    return status;
+}
