@@ -1,8 +1,9 @@
 /*
  * ./deeptutor-eval: what eviction costs in quality, on any model and text.
  *
- *   kld     distance of the next-token distributions from those of the full cache, teacher-forced
- *   needle  facts hidden in a text, asked for afterwards
+ *   kld        distance of the next-token distributions from those of the full cache, teacher-forced
+ *   needle     facts hidden in a text, asked for afterwards
+ *   calibrate  how much each KV head needs, as an eviction config
  *
  * Everything that can be refused without the model is refused before it is loaded.
  */
@@ -25,6 +26,9 @@ static const dt_option common_rows[] = {
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
     {"--policy", "NAME", DT_OPTION_TEXT, AT(policy), 0, 0,
      "this policy on every layer, with --kept or --max-cache-size (instead of a preset)"},
+    {"--score", "fast|reconstruct", DT_OPTION_CHOICE, AT(score), 0, 0, "of policy importance_score (fast)"},
+    {"--budget", "equal|adaptive", DT_OPTION_CHOICE, AT(budget), 0, 0,
+     "with --policy: the same for every layer, or one sum shared out by the scores (equal)"},
     {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
     {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
 };
@@ -42,6 +46,11 @@ static const dt_option needle_rows[] = {
     {"--depth-high", "X", DT_OPTION_NUMBER, AT(depth_high), 0, 1, "nor later (0.9)"},
     {"--seed", "N", DT_OPTION_INT, AT(seed), 0, UINT32_MAX, "of cities, numbers and depths (1)"},
 };
+static const dt_option calibrate_rows[] = {
+    {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
+    {"-o, --output", "F", DT_OPTION_TEXT, AT(json), 0, 0, "the eviction config to write"},
+};
+static const dt_option_group calibrate_group = {"calibrate", calibrate_rows, N_OF(calibrate_rows)};
 static const dt_option_group common_group = {"Measurement", common_rows, N_OF(common_rows)};
 static const dt_option_group kld_group = {"kld", kld_rows, N_OF(kld_rows)};
 static const dt_option_group needle_group = {"needle", needle_rows, N_OF(needle_rows)};
@@ -56,6 +65,7 @@ typedef struct command {
 static const command commands[] = {
     {"kld", &kld_group, eval_kld, 4096},
     {"needle", &needle_group, eval_needle, 3000},
+    {"calibrate", &calibrate_group, eval_calibrate, 4096},
 };
 
 dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) {
@@ -94,9 +104,7 @@ eval_mean eval_mean_of(const double *values, size_t n) {
 
 /* ---- sessions ----------------------------------------------------------------------------------- */
 
-static void session_params(const eval *e, dt_session_params *out) {
-    dt_shared_options_session(&e->options->shared, out);
-}
+static void session_params(const eval *e, dt_session_params *out) { dt_shared_options_session(&e->options->shared, out); }
 
 dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error) {
     dt_session_params params;
@@ -151,9 +159,18 @@ double eval_kept_share(const eval *e, const dt_session *session) {
 /* ---- settings ----------------------------------------------------------------------------------- */
 
 static dt_status setting_of_policy(eval *e, eval_setting *setting, int64_t max, dt_error *error) {
-    char text[256];
-    const int n = snprintf(text, sizeof text, "{\"0-\": {\"policy\": \"%.32s\", \"max_cache_size\": %lld}}", e->options->policy,
-                           (long long)max);
+    char text[256], layers[160];
+    const eval_options *o = e->options;
+    const char *score = o->score == 0 ? "" : ", \"score\": \"reconstruct\"";
+    int n = 0;
+    if (o->budget == 0) {
+        n = snprintf(text, sizeof text, "{\"0-\": {\"policy\": \"%.32s\", \"max_cache_size\": %lld%s}}", o->policy, (long long)max,
+                     score);
+    } else {
+        snprintf(layers, sizeof layers, "{\"0-\": {\"policy\": \"%.32s\"%s}}", o->policy, score);
+        n = snprintf(text, sizeof text, "{\"budget\": \"adaptive\", \"total_cache_size\": %lld, \"layers\": %s}",
+                     (long long)max * dt_model_get_info(e->model)->n_layers, layers);
+    }
     return dt_eviction_from_text(e->model, "--policy", text, (size_t)n, &setting->eviction, error);
 }
 
@@ -252,7 +269,7 @@ static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *e
 }
 
 static void print_usage(FILE *file, const char *program) {
-    fprintf(file, "usage: %s kld|needle -m FILE -f TEXT [flags]; kld --help, needle --help list them\n", program);
+    fprintf(file, "usage: %s kld|needle|calibrate -m FILE -f TEXT [flags]; kld --help lists kld's\n", program);
 }
 
 static const command *find_command(const char *name) {
@@ -277,8 +294,14 @@ int main(int argc, char **argv) {
     }
     const dt_option_group *const groups[] = {&common_group, c->own, &dt_model_options, &dt_eviction_options, &dt_output_options};
     char message[512];
-    eval_options o = {.n_context = c->n_context, .n_continuation = 256, .n_chunks = 4, .n_samples = 20, .n_needles = 1,
-                      .depth_low = 0.1, .depth_high = 0.9, .seed = 1};
+    eval_options o = {.n_context = c->n_context,
+                      .n_continuation = 256,
+                      .n_chunks = 4,
+                      .n_samples = 20,
+                      .n_needles = 1,
+                      .depth_low = 0.1,
+                      .depth_high = 0.9,
+                      .seed = 1};
     dt_shared_options_init(&o.shared);
     bool good = dt_options_parse(groups, N_OF(groups), argc - 1, argv + 1, &o, message, sizeof message);
     if (o.shared.help) {
@@ -287,6 +310,10 @@ int main(int argc, char **argv) {
         return 0;
     }
     o.shared.eviction = true; /* that is what is measured */
+    if (c->run == eval_calibrate) {
+        o.policy = "importance_score";
+        o.score = o.budget = 1;
+    }
     good = good && dt_shared_options_check(&o.shared, message, sizeof message);
     if (good && check(&o) != NULL) {
         snprintf(message, sizeof message, "%s", check(&o));

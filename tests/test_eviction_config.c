@@ -349,10 +349,10 @@ static void test_bad_fields(void **state) {
     require_field_error("\"sinks\": 1", "\"sinks\": is not a field; did you mean \"sink_tokens\"?");
     require_field_error("\"budget\": 1",
                         "\"budget\": is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, "
-                        "recent_window and memory_slots");
+                        "recent_window, memory_slots, score and lanes");
     require_field_error("\"a\\nb\": 1",
                         "\"a?b\": is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, "
-                        "recent_window and memory_slots");
+                        "recent_window, memory_slots, score and lanes");
     require_field_error("\"min_cache_size\": 512.0",
                         "\"min_cache_size\": must be a whole number such as 512, but is a number with a decimal point or exponent");
     require_field_error("\"min_cache_size\": 1e3",
@@ -367,8 +367,13 @@ static void test_bad_fields(void **state) {
     require_field_error("\"min_cache_size\": 1001", "\"min_cache_size\": 1001 is above max_cache_size 1000; give at most that");
     require_field_error("\"memory_slots\": 64",
                         "\"memory_slots\": memory slots are not supported by this version; give 0 or leave the field out");
-    require_field_error("\"score\": \"fast\"", "\"score\": is not supported by this version; leave the field out");
-    require_field_error("\"lanes\": [1]", "\"lanes\": is not supported by this version; leave the field out");
+    require_field_error("\"score\": \"slow\"", "\"score\": must be \"fast\" or \"reconstruct\"");
+    require_field_error("\"lanes\": []",
+                        "\"lanes\": must be a list of sizes, one for each KV head, such as [512, 4096], but is empty");
+    require_field_error("\"lanes\": 7",
+                        "\"lanes\": must be a list of sizes, one for each KV head, such as [512, 4096], but is a whole number");
+    require_field_error("\"lanes\": [512, 0]", "\"lanes\": must be between 1 and 2147483647, but is 0");
+    require_field_error("\"lanes\": [512, 700]", "\"lanes\": stands instead of max_cache_size; give one of them");
 }
 
 static void test_bad_policies_and_sizes(void **state) {
@@ -401,12 +406,63 @@ static void test_bad_policies_and_sizes(void **state) {
         "2147483647 = 4294967294");
 }
 
-static void test_shared_budgets_come_later(void **state) {
+static void test_sizes_per_lane(void **state) {
     (void)state;
+    dt_eviction *eviction = NULL;
+    dt_error error;
+    const char *text = "{\"0-1\": {\"policy\": \"importance_score\", \"lanes\": [100, 3000], \"score\": \"reconstruct\"}}";
+    assert_int_equal(dt_eviction_config_text(3, "e.json", text, strlen(text), &eviction, &error), DT_OK);
+    const dt_budget *budget = dt_eviction_budget(eviction, 1);
+    assert_ptr_equal(budget->policy, &dt_policy_reconstruct);
+    assert_int_equal(budget->max_cache_size, 3000);
+    assert_int_equal(budget->min_cache_size, 50); /* defaults follow the smallest lane */
+    assert_int_equal(budget->recent_window, 25);
+    assert_int_equal(dt_budget_of_lane(budget, 0).max_cache_size, 100);
+    assert_int_equal(dt_budget_of_lane(budget, 1).max_cache_size, 3000);
+    require_description(eviction, "TLC: layers 0-1    importance_score  max 100-3000  min 50  sinks 4  recent 25  slots 0  "
+                                  "score reconstruct\nTLC: layers 2      none              keeps everything");
+    assert_int_equal(dt_eviction_override(eviction, 512, -1, &error), DT_OK); /* for all layers: for all their lanes */
+    assert_int_equal(dt_budget_of_lane(dt_eviction_budget(eviction, 0), 1).max_cache_size, 512);
+    dt_eviction_free(eviction);
+    require_error(2, "{\"0\": {\"policy\": \"local_window\", \"lanes\": [9000, 130], \"recent_window\": 128}}",
+                  "e.json:1: \"0\", \"lanes\": 130 leaves no room: it must be above sink_tokens 4 + recent_window 128 = 132");
+    require_error(2, "{\"0\": {\"policy\": \"local_window\", \"lanes\": [9000, 130], \"min_cache_size\": 200}}",
+                  "e.json:1: \"0\", \"min_cache_size\": 200 is above the smallest of lanes 130; give at most that");
+}
+
+static void test_shared_budget(void **state) {
+    (void)state;
+    dt_eviction *eviction = NULL;
+    dt_error error;
+    const char *text = "{\"budget\": \"adaptive\", \"total_cache_size\": 4096,\n \"layers\": {\"0-2\": {\"policy\": "
+                       "\"importance_score\"}}}";
+    assert_int_equal(dt_eviction_config_text(4, "e.json", text, strlen(text), &eviction, &error), DT_OK);
+    assert_int_equal(dt_eviction_total(eviction), 4096);
+    require_layer(eviction, 2, "importance_score", INT32_MAX, 0, 4, 64);
+    require_description(eviction, "TLC: budget adaptive, 4096 tokens over all layers, 1024 a layer on average\n"
+                                  "TLC: layers 0-2    importance_score  max any  min 0  sinks 4  recent 64  slots 0\n"
+                                  "TLC: layers 3      none              keeps everything");
+    dt_eviction_free(eviction);
+    require_error(4, "{\"budget\": \"adaptive\", \"layers\": {}}",
+                  "e.json:1: \"total_cache_size\" is missing; a shared budget needs \"budget\": \"adaptive\", "
+                  "\"total_cache_size\" and \"layers\"");
+    require_error(4, "{\n\"budget\": \"equal\", \"total_cache_size\": 1, \"layers\": {}}",
+                  "e.json:2: \"budget\": must be \"adaptive\"; leave it out for sizes per layer");
+    require_error(4, "{\"budget\": \"adaptive\",\n\"total_cache_size\": 1.5, \"layers\": {}}",
+                  "e.json:2: \"total_cache_size\": must be a whole number of tokens, summed over layers, such as 65536");
+    require_error(4, "{\"budget\": \"adaptive\", \"total_cache_size\": 9, \"0\": {}}",
+                  "e.json:1: \"0\": is not known beside \"budget\", \"total_cache_size\" and \"layers\"; layers are named in "
+                  "\"layers\"");
+    require_error(4,
+                  "{\"budget\": \"adaptive\", \"total_cache_size\": 4096, \"layers\": {\n\"0\": {\"policy\": "
+                  "\"local_window\",\n \"sinks\": 4}}}",
+                  "e.json:3: \"0\", \"sinks\": is not a field; did you mean \"sink_tokens\"?");
     require_error(
-        12, "{\"budget\": \"adaptive\", \"total_cache_size\": 65536, \"layers\": {}}",
-        "e.json:1: \"budget\": a budget shared by all layers is not supported by this version; give every range of layers its "
-        "own max_cache_size");
+        4,
+        "{\"budget\": \"adaptive\", \"total_cache_size\": 100, \"layers\": {\"0-\": {\"policy\": "
+        "\"local_window\", \"recent_window\": 32}}}",
+        "e.json: \"total_cache_size\" 100 is less than the 148 tokens that sinks, recent windows and min_cache_size of all "
+        "layers keep");
 }
 
 static void test_lines_in_odd_texts(void **state) {
@@ -414,7 +470,7 @@ static void test_lines_in_odd_texts(void **state) {
     require_error(
         12, "\n\n{ \"0\" : { \"policy\" : \"none\" } ,\r\n \"1\"\n : {\n \"policy\": \"none\",\n\"x{\\\"y:\" \n: [{\"a\": 1}] } }",
         "e.json:7: \"1\", \"x{\"y:\": is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, "
-        "recent_window and memory_slots");
+        "recent_window, memory_slots, score and lanes");
 }
 
 /* ---- files ---- */
@@ -511,7 +567,8 @@ int main(void) {
         cmocka_unit_test_setup(test_bad_keys, begin_log),
         cmocka_unit_test_setup(test_bad_fields, begin_log),
         cmocka_unit_test_setup(test_bad_policies_and_sizes, begin_log),
-        cmocka_unit_test_setup(test_shared_budgets_come_later, begin_log),
+        cmocka_unit_test_setup(test_sizes_per_lane, begin_log),
+        cmocka_unit_test_setup(test_shared_budget, begin_log),
         cmocka_unit_test_setup(test_lines_in_odd_texts, begin_log),
         cmocka_unit_test_setup(test_files, begin_log),
         cmocka_unit_test_setup(test_the_locale_does_not_matter, begin_log),

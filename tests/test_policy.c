@@ -31,7 +31,7 @@ static float from_bits(uint32_t bits) {
 typedef struct lane {
     dt_lane_view view;
     int32_t position[MAX_N];
-    float recent[MAX_N], total[MAX_N], norm[MAX_N];
+    float recent[MAX_N], total[MAX_N], norm[MAX_N], peak[MAX_N];
 } lane;
 
 static void connect(lane *l) {
@@ -39,14 +39,15 @@ static void connect(lane *l) {
     l->view.recent_mass = l->recent;
     l->view.total_mass = l->total;
     l->view.value_norm = l->norm;
+    l->view.peak_mass = l->peak;
 }
 
 static void swap_entries(lane *l, int32_t a, int32_t b) {
     const int32_t position = l->position[a];
     l->position[a] = l->position[b];
     l->position[b] = position;
-    float *rows[] = {l->recent, l->total, l->norm};
-    for (size_t i = 0; i < 3; i++) {
+    float *rows[] = {l->recent, l->total, l->norm, l->peak};
+    for (size_t i = 0; i < 4; i++) {
         const float value = rows[i][a];
         rows[i][a] = rows[i][b];
         rows[i][b] = value;
@@ -73,8 +74,8 @@ static void random_lane(lane *l, int32_t n, uint32_t kind) {
     for (int32_t i = 0; i < n; i++) {
         l->position[i] = position;
         position += 1 + (draw(4) == 0 ? (int32_t)draw(2000) : 0);
-        float *numbers[] = {&l->recent[i], &l->total[i], &l->norm[i]};
-        for (size_t j = 0; j < 3; j++) {
+        float *numbers[] = {&l->recent[i], &l->total[i], &l->norm[i], &l->peak[i]};
+        for (size_t j = 0; j < 4; j++) {
             *numbers[j] = kind == 1 ? (float)draw(2) : (float)draw(1u << 20) / 4096.0f;
             *numbers[j] = kind == 2 && draw(4) == 0 ? odd_number() : *numbers[j];
         }
@@ -179,11 +180,11 @@ static void test_scores_are_finite(void **state) {
                     l.recent[i] = odd_number();
                     l.total[i] = odd_number();
                     l.norm[i] = odd_number();
+                    l.peak[i] = odd_number();
                 }
             }
             float scores[MAX_N];
-            uint64_t scratch[2 * MAX_N];
-            all[p]->score(&l.view, scores, scratch);
+            all[p]->score(&l.view, scores);
             for (int32_t i = 0; i < l.view.n; i++) {
                 assert_true(dt_is_finite(scores[i]));
             }
@@ -201,12 +202,12 @@ static void test_choice_equals_a_full_sort(void **state) {
         for (int32_t round = 0; round < 60; round++) {
             random_lane(&l, 1 + (int32_t)draw(150), (uint32_t)round % 2);
             float scores[MAX_N];
-            uint64_t scratch[2 * MAX_N];
-            all[p]->score(&l.view, scores, scratch);
+            all[p]->score(&l.view, scores);
             const int32_t n_keep = (int32_t)draw((uint32_t)l.view.n);
             int32_t victims[MAX_N];
             const int32_t n = choose(all[p], &l, n_keep, victims);
             bool is_victim[MAX_N] = {false};
+            l.view.recent_window = dt_policy_recent_window(all[p], &l.view, n_keep);
             for (int32_t i = 0; i < n; i++) {
                 is_victim[victims[i]] = true;
             }
@@ -222,8 +223,7 @@ static void test_choice_equals_a_full_sort(void **state) {
 }
 
 /* Of scores that are no numbers, no policy may have any; should one come, its entry goes first and the rest is not disturbed. */
-static void score_with_gaps(const dt_lane_view *view, float *out, void *scratch) {
-    (void)scratch;
+static void score_with_gaps(const dt_lane_view *view, float *out) {
     for (int32_t i = 0; i < view->n; i++) {
         out[i] = view->position[i] % 10 == 0 ? from_bits(0x7FC00000u) : -(float)view->position[i];
     }
@@ -249,10 +249,10 @@ static void test_nan_is_the_lowest_score(void **state) {
 
 static void test_table(void **state) {
     (void)state;
-    assert_ptr_equal(dt_policy_find("local_window"), &dt_policy_local_window);
-    assert_ptr_equal(dt_policy_find("importance_score"), &dt_policy_importance_score);
-    assert_null(dt_policy_find("none"));
-    assert_null(dt_policy_find(""));
+    assert_ptr_equal(dt_policy_find("local_window", NULL), &dt_policy_local_window);
+    assert_ptr_equal(dt_policy_find("importance_score", NULL), &dt_policy_importance_score);
+    assert_null(dt_policy_find("none", NULL));
+    assert_null(dt_policy_find("", NULL));
     assert_false(dt_policy_local_window.needs_mass);
     assert_true(dt_policy_importance_score.needs_mass);
 }
@@ -346,14 +346,11 @@ static void test_importance_score_keeps_what_is_attended_to(void **state) {
     (void)state;
     static lane l;
     flat_lane(&l);
-    l.recent[50] = 0.2f;           /* lately; with its neighbours */
+    l.recent[50] = 0.2f;           /* lately */
     l.total[100] = 0.5f;           /* for long */
     const int32_t n_keep = 24 + 8; /* the pins and eight more */
-    for (int32_t position = 47; position <= 53; position++) {
-        assert_false(evicted(&l, n_keep, position));
-    }
-    assert_false(evicted(&l, n_keep, 100));
-    assert_true(evicted(&l, n_keep, 46) && evicted(&l, n_keep, 54) && evicted(&l, n_keep, 99) && evicted(&l, n_keep, 101));
+    assert_false(evicted(&l, n_keep, 50) || evicted(&l, n_keep, 100));
+    assert_true(evicted(&l, n_keep, 49) && evicted(&l, n_keep, 51) && evicted(&l, n_keep, 99) && evicted(&l, n_keep, 101));
     assert_false(evicted(&l, n_keep, 0) || evicted(&l, n_keep, 3) || evicted(&l, n_keep, 180) || evicted(&l, n_keep, 199));
 }
 
@@ -367,14 +364,41 @@ static void test_importance_score_weighs_value_norms(void **state) {
     assert_true(evicted(&l, 199, 61));
 }
 
-static void test_importance_score_ignores_the_sinks_mass(void **state) {
+static void test_importance_score_leaves_the_newest_alone(void **state) {
+    (void)state;
+    static lane l;
+    flat_lane(&l);
+    for (int32_t i = 4; i < 150; i++) {
+        l.recent[i] = 1.0f;
+    }
+    for (int32_t position = 150; position < 200; position++) { /* five eighths of what is kept beside the sinks, and no more */
+        assert_int_equal(evicted(&l, 4 + 64, position), position < 200 - 40);
+    }
+}
+
+static void test_importance_score_survives_heavy_sinks(void **state) {
     (void)state;
     static lane l;
     flat_lane(&l);
     l.recent[3] = 100.0f;
-    l.recent[150] = 0.011f;
-    assert_true(evicted(&l, 24 + 7, 4) && evicted(&l, 24 + 7, 6));
-    assert_false(evicted(&l, 24 + 7, 150));
+    l.recent[50] = 0.011f;
+    assert_false(evicted(&l, 24 + 1, 50));
+}
+
+/* ---- reconstruct ---- */
+
+static void test_reconstruct_keeps_the_peaks(void **state) {
+    (void)state;
+    static lane l;
+    flat_lane(&l);
+    for (int32_t i = 0; i < 200; i++) {
+        l.peak[i] = i % 10 == 5 ? 0.9f : 0.001f * (float)(i % 7);
+    }
+    int32_t positions[MAX_N];
+    const int32_t n = choose_positions(&dt_policy_reconstruct, &l, 24 + 18, positions);
+    for (int32_t i = 0; i < n; i++) {
+        assert_int_not_equal(positions[i] % 10, 5);
+    }
 }
 
 static void test_importance_score_counts_odd_numbers_as_nothing(void **state) {
@@ -391,9 +415,8 @@ static void test_importance_score_counts_odd_numbers_as_nothing(void **state) {
         }
     }
     float odd_scores[MAX_N], zero_scores[MAX_N];
-    uint64_t scratch[2 * MAX_N];
-    dt_policy_importance_score.score(&odd.view, odd_scores, scratch);
-    dt_policy_importance_score.score(&zero.view, zero_scores, scratch);
+    dt_policy_importance_score.score(&odd.view, odd_scores);
+    dt_policy_importance_score.score(&zero.view, zero_scores);
     for (int32_t i = 0; i < 200; i++) {
         assert_true(dt_is_finite(odd_scores[i]) && odd_scores[i] == zero_scores[i]);
     }
@@ -499,7 +522,9 @@ int main(void) {
         cmocka_unit_test(test_local_window_far_out),
         cmocka_unit_test(test_importance_score_keeps_what_is_attended_to),
         cmocka_unit_test(test_importance_score_weighs_value_norms),
-        cmocka_unit_test(test_importance_score_ignores_the_sinks_mass),
+        cmocka_unit_test(test_importance_score_leaves_the_newest_alone),
+        cmocka_unit_test(test_importance_score_survives_heavy_sinks),
+        cmocka_unit_test(test_reconstruct_keeps_the_peaks),
         cmocka_unit_test(test_importance_score_counts_odd_numbers_as_nothing),
         cmocka_unit_test(test_importance_score_without_mass_is_a_window),
         cmocka_unit_test(test_fold_does_not_depend_on_batches),

@@ -86,7 +86,8 @@ static void require_kept(const dt_kv *kv, const dt_budget *budgets, int32_t n_la
 
 static void test_rounds_hold_budgets_and_pins(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8}, {0}, {&dt_policy_local_window, 64, 20, 4, 16}};
+    const dt_budget budgets[] = {
+        {&dt_policy_importance_score, 40, 10, 3, 8, NULL}, {0}, {&dt_policy_local_window, 64, 20, 4, 16, NULL}};
     dt_kv *kv = new_cache(budgets, 3, 3);
     int32_t next = 0;
     int64_t evicted = 0, expected = 0;
@@ -118,7 +119,7 @@ static void test_rounds_hold_budgets_and_pins(void **state) {
 
 static void test_local_window_is_sinks_and_the_newest(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0, positions[64];
     add(kv, 1, 2, &next, 100);
@@ -142,7 +143,7 @@ static void test_local_window_is_sinks_and_the_newest(void **state) {
 /* Lanes choose for themselves. */
 static void test_lanes_differ(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 48, 8, 4, 8}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 48, 8, 4, 8, NULL}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0, a[64], b[64];
     add(kv, 1, 2, &next, 100);
@@ -163,7 +164,7 @@ static void test_lanes_differ(void **state) {
 /* Lanes of one layer may differ in length: those that are not over their budget are left alone. */
 static void test_lanes_within_budget_are_left_alone(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL}};
     dt_kv *kv = new_cache(budgets, 1, 3);
     int32_t next = 0;
     add(kv, 1, 3, &next, 50);
@@ -186,7 +187,7 @@ static void test_lanes_within_budget_are_left_alone(void **state) {
 }
 
 static void run_tight(int32_t max, int32_t min, const dt_policy *policy) {
-    const dt_budget budgets[] = {{policy, max, min, 4, 128}};
+    const dt_budget budgets[] = {{policy, max, min, 4, 128, NULL}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     dt_round_result result;
@@ -212,7 +213,7 @@ static void test_tight_budgets_get_on(void **state) {
 /* A budget that pins alone exceed is refused by the settings; storage must bear it all the same, and not report rounds. */
 static void test_nothing_to_evict(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 100}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 100, NULL}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     add(kv, 1, 1, &next, 60);
@@ -228,7 +229,7 @@ static void test_nothing_to_evict(void **state) {
 
 static void test_uncommitted_tokens_forbid_a_round(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 4}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 4, NULL}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     add(kv, 1, 1, &next, 30);
@@ -242,7 +243,7 @@ static void test_uncommitted_tokens_forbid_a_round(void **state) {
 
 static void test_settled_rounds_allocate_nothing(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8}, {&dt_policy_local_window, 64, 20, 4, 16}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL}, {&dt_policy_local_window, 64, 20, 4, 16, NULL}};
     dt_kv *kv = new_cache(budgets, 2, 2);
     int32_t next = 0, n_rounds = 0;
     size_t settled_bytes = 0;
@@ -265,7 +266,7 @@ static void test_settled_rounds_allocate_nothing(void **state) {
 /* After prefill of any length a lane never holds more than budget + one chunk. */
 static void test_streaming_memory_is_bounded(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 64, 16, 4, 16}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 64, 16, 4, 16, NULL}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0;
     while (next < 3000) {
@@ -283,7 +284,7 @@ static void test_streaming_memory_is_bounded(void **state) {
 
 static void test_a_failed_round_leaves_a_whole_cache(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8}, {&dt_policy_local_window, 64, 20, 4, 16}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL}, {&dt_policy_local_window, 64, 20, 4, 16, NULL}};
     dt_kv *kv = new_cache(budgets, 2, 2), *fork = NULL;
     int32_t next = 0;
     add(kv, 2, 2, &next, 200);
@@ -310,6 +311,98 @@ static void test_a_failed_round_leaves_a_whole_cache(void **state) {
     assert_int_equal(atomic_load(&memory.bytes), 0);
 }
 
+/* ---- lanes of their own size, and a shared budget ---- */
+
+static int32_t lane_length(const dt_kv *kv, int32_t layer, int32_t lane) {
+    dt_kv_lane_view view;
+    dt_kv_lane(kv, layer, lane, &view);
+    return view.n_entries;
+}
+
+static void test_lanes_have_their_own_sizes(void **state) {
+    (void)state;
+    const int32_t sizes[] = {24, 200, 64};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 200, 10, 3, 8, sizes}};
+    dt_kv *kv = new_cache(budgets, 1, 3), *fork = NULL;
+    dt_error error;
+    int32_t next = 0;
+    dt_round_result result;
+    add(kv, 1, 3, &next, 150);
+    require(dt_kv_fork(kv, &fork, &error), &error);
+    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_check(kv, &error), &error);
+    assert_int_equal(lane_length(kv, 0, 0), 24 - 1);
+    assert_int_equal(lane_length(kv, 0, 1), 150);
+    assert_int_equal(lane_length(kv, 0, 2), 64 - 4);
+    assert_true(dt_kv_exceeds(kv, 0, 2) && !dt_kv_exceeds(kv, 0, 1));
+    require(dt_kv_round(fork, next, true, &result, &error), &error); /* a fork has them too */
+    assert_int_equal(lane_length(fork, 0, 0), 24);
+    assert_int_equal(lane_length(fork, 0, 2), 64);
+    dt_kv_free(kv);
+    dt_kv_free(fork);
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+}
+
+/* Peaks of lane l are l-th in size; entries of one lane differ. */
+static void set_peaks(dt_kv *kv, int32_t n_layers, int32_t n_lanes) {
+    for (int32_t layer = 0; layer < n_layers; layer++) {
+        for (int32_t lane = 0; lane < n_lanes && dt_kv_layer_needs_peak(kv, layer); lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(kv, layer, lane, &view);
+            for (int32_t i = 0; i < view.n_entries; i++) {
+                view.peak_mass[i] = (float)((lane + 1) * (lane + 1)) * (float)(i + 1) / 5000.0f;
+            }
+        }
+    }
+}
+
+static void test_a_shared_budget_follows_the_scores(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {
+        {&dt_policy_reconstruct, INT32_MAX, 12, 3, 8, NULL}, {0}, {&dt_policy_reconstruct, 150, 12, 3, 8, NULL}};
+    dt_kv *kv = new_cache(budgets, 3, 3);
+    dt_error error;
+    int32_t next = 0;
+    dt_round_result result;
+    require(dt_kv_set_budgets(kv, budgets, 160, &error), &error);
+    add(kv, 3, 3, &next, 200);
+    set_peaks(kv, 3, 3);
+    assert_true(dt_kv_exceeds(kv, 0, 0));
+    require(dt_kv_round(kv, next, true, &result, &error), &error);
+    require(dt_kv_check(kv, &error), &error);
+    const double total = dt_kv_mean_length(kv, 0) + dt_kv_mean_length(kv, 2);
+    assert_true(total <= 160 && total > 150); /* as much as fits, but for a threshold's ties */
+    assert_int_equal(dt_kv_length(kv, 1), 200);
+    for (int32_t layer = 0; layer < 3; layer += 2) {
+        assert_int_equal(lane_length(kv, layer, 0), 12); /* its min */
+        assert_true(lane_length(kv, layer, 1) < lane_length(kv, layer, 2));
+    }
+    assert_true(lane_length(kv, 2, 2) <= 150); /* its max */
+    require(dt_kv_round(kv, next, true, &result, &error), &error);
+    assert_int_equal(result.n_evicted, 0);
+    while (!dt_kv_exceeds(kv, 0, 0)) {
+        add(kv, 3, 3, &next, 1);
+    }
+    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    assert_true(dt_kv_mean_length(kv, 0) + dt_kv_mean_length(kv, 2) <= 150); /* the low-water mark of 160 */
+    dt_kv_free(kv);
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+}
+
+static void test_budgets_need_what_was_collected(void **state) {
+    (void)state;
+    const dt_budget window[] = {{&dt_policy_local_window, 64, 10, 3, 8, NULL}};
+    const dt_budget scored[] = {{&dt_policy_importance_score, 64, 10, 3, 8, NULL}},
+                    peaks[] = {{&dt_policy_reconstruct, 64, 10, 3, 8, NULL}};
+    dt_kv *kv = new_cache(window, 1, 2);
+    dt_error error;
+    assert_int_equal(dt_kv_set_budgets(kv, scored, 0, &error), DT_ERR_ARGUMENT);
+    assert_int_equal(dt_kv_set_budgets(kv, peaks, 0, &error), DT_ERR_ARGUMENT);
+    require(dt_kv_set_budgets(kv, window, 0, &error), &error);
+    dt_kv_free(kv);
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_rounds_hold_budgets_and_pins),
@@ -322,6 +415,9 @@ int main(void) {
         cmocka_unit_test(test_settled_rounds_allocate_nothing),
         cmocka_unit_test(test_streaming_memory_is_bounded),
         cmocka_unit_test(test_a_failed_round_leaves_a_whole_cache),
+        cmocka_unit_test(test_lanes_have_their_own_sizes),
+        cmocka_unit_test(test_a_shared_budget_follows_the_scores),
+        cmocka_unit_test(test_budgets_need_what_was_collected),
     };
     return cmocka_run_group_tests_name("round", tests, NULL, NULL);
 }

@@ -50,6 +50,7 @@ typedef struct dt_attn_job {
     const int32_t *mass_row;
     int32_t n_mass_rows;
     size_t mass_stride; /* floats, >= n_entries of every lane */
+    bool mass_peak;     /* the largest probability of all instead of their sum */
     /* scratch of dt_attn_scratch_bytes, private to this job while it runs, 64-byte aligned */
     void *scratch;
     size_t scratch_bytes;

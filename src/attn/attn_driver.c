@@ -141,7 +141,7 @@ void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops) {
     plan->ops = ops;
     plan->n_rows = n_rows;
     plan->by_span = n_rows <= DT_TILE_ROWS;
-    plan->keep = plan->by_span && observed && n_rows <= DT_KEPT_ROWS;
+    plan->keep = plan->by_span && observed && n_rows <= DT_KEPT_ROWS && !job->mass_peak;
     plan->n_tiles = (n_rows + DT_TILE_ROWS - 1) / DT_TILE_ROWS;
     plan->n_tasks = plan->by_span ? n_spans : job->n_lanes * plan->n_tiles;
     plan->s_stride = (size_t)job->format->block_tokens + DT_KV_GROUP;
@@ -588,6 +588,24 @@ static void observe_kept(const dt_attn_job *job, const thread_scratch *thread, i
     }
 }
 
+/* mass[n] = max(mass, exp(s - max) * factor), through a piece of stack that score_mass adds to. */
+static void score_peak(const dt_attn_ops *ops, float *mass, float *s, int32_t n, const dt_attn_terms *terms, float max,
+                       float factor) {
+    enum { PIECE = 256 };
+    float piece[PIECE];
+    for (int32_t from = 0; from < n; from += PIECE) {
+        const int32_t n_piece = DT_MIN(PIECE, n - from);
+        dt_attn_terms piece_terms = *terms;
+        piece_terms.k_scale = terms->k_scale == NULL ? NULL : terms->k_scale + from;
+        piece_terms.add = terms->add == NULL ? NULL : terms->add + from;
+        memset(piece, 0, sizeof piece);
+        ops->score_mass(piece, s + from, n_piece, &piece_terms, max, factor);
+        for (int32_t i = 0; i < n_piece; i++) {
+            mass[from + i] = DT_MAX(mass[from + i], piece[i]);
+        }
+    }
+}
+
 /* Scores once more: only few of many queries are observed. */
 static void observe_again(const dt_attn_job *job, const thread_scratch *thread, int32_t lane, int32_t begin, int32_t end) {
     const attn_plan *plan = plan_of(job);
@@ -615,8 +633,13 @@ static void observe_again(const dt_attn_job *job, const thread_scratch *thread, 
                     float *mass =
                         l->mass + (size_t)job->mass_row[query] * job->mass_stride + plan->span_base[plan->first_span[lane] + span];
                     terms.add = query_mask(job, thread, &view, query);
-                    plan->ops->score_mass(mass, thread->s + (size_t)r * plan->s_stride, visible_entries(&view, query), &terms,
-                                          plan->row_max[row], plan->row_inverse[row]);
+                    float *scores = thread->s + (size_t)r * plan->s_stride;
+                    const int32_t n_visible = visible_entries(&view, query);
+                    if (job->mass_peak) {
+                        score_peak(plan->ops, mass, scores, n_visible, &terms, plan->row_max[row], plan->row_inverse[row]);
+                    } else {
+                        plan->ops->score_mass(mass, scores, n_visible, &terms, plan->row_max[row], plan->row_inverse[row]);
+                    }
                 }
             }
         }

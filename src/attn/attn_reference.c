@@ -193,7 +193,7 @@ void dt_attn_reference_observe(dt_attn_job *job, int32_t ith, int32_t nth) {
                 float *mass = l->mass + (size_t)job->mass_row[query] * job->mass_stride;
                 const int32_t visible = probabilities(job, lane, query, lane * job->n_rep + rep, p);
                 for (int32_t e = 0; e < visible; e++) {
-                    mass[e] += (float)p[e];
+                    mass[e] = job->mass_peak ? fmaxf(mass[e], (float)p[e]) : mass[e] + (float)p[e];
                 }
             }
         }

@@ -18,22 +18,36 @@
 
 /* ---- defaults and limits ---- */
 
+int32_t dt_eviction_smallest_lane(const dt_eviction_request *request) {
+    int32_t least = request->lanes != NULL ? request->lanes[0] : request->max_cache_size;
+    for (int32_t i = 1; i < request->n_lanes; i++) {
+        least = DT_MIN(least, request->lanes[i]);
+    }
+    return least;
+}
+
 dt_budget dt_eviction_complete(const dt_eviction_request *request) {
     if (request->policy == NULL) {
         return (dt_budget){0};
     }
-    const int32_t max = request->max_cache_size;
+    const int32_t least = dt_eviction_smallest_lane(request);
+    int32_t max = request->max_cache_size;
+    for (int32_t i = 0; i < request->n_lanes; i++) {
+        max = DT_MAX(max, request->lanes[i]);
+    }
     return (dt_budget){
         .policy = request->policy,
         .max_cache_size = max,
-        .min_cache_size = request->min_cache_size >= 0 ? request->min_cache_size : DT_MIN(DEFAULT_MIN, max / 2),
+        .min_cache_size = request->min_cache_size >= 0 ? request->min_cache_size : DT_MIN(DEFAULT_MIN, least / 2),
         .sink_tokens = request->sink_tokens >= 0 ? request->sink_tokens : DEFAULT_SINKS,
-        .recent_window = request->recent_window >= 0 ? request->recent_window : DT_MIN(DEFAULT_RECENT, max / 4),
+        .recent_window = request->recent_window >= 0 ? request->recent_window : DT_MIN(DEFAULT_RECENT, least / 4),
+        .lane_max = request->lanes,
     };
 }
 
-bool dt_eviction_has_room(const dt_budget *budget) {
-    return budget->policy == NULL || (int64_t)budget->sink_tokens + budget->recent_window < budget->max_cache_size;
+bool dt_eviction_has_room(const dt_eviction_request *request) {
+    const dt_budget budget = dt_eviction_complete(request);
+    return budget.policy == NULL || (int64_t)budget.sink_tokens + budget.recent_window < dt_eviction_smallest_lane(request);
 }
 
 void dt_eviction_range(int32_t first, int32_t end, char out[32]) {
@@ -58,8 +72,10 @@ dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, 
         eviction->name = malloc(name_bytes);
         eviction->requests = calloc((size_t)n_layers, sizeof *eviction->requests);
         eviction->budgets = calloc((size_t)n_layers, sizeof *eviction->budgets);
+        eviction->lists = calloc((size_t)n_layers, sizeof *eviction->lists);
     }
-    if (eviction == NULL || eviction->name == NULL || eviction->requests == NULL || eviction->budgets == NULL) {
+    if (eviction == NULL || eviction->name == NULL || eviction->requests == NULL || eviction->budgets == NULL ||
+        eviction->lists == NULL) {
         dt_eviction_free(eviction);
         return dt_fail_memory(error, (size_t)n_layers * (sizeof(dt_budget) + sizeof(dt_eviction_request)), "eviction settings");
     }
@@ -71,6 +87,10 @@ dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, 
 void dt_eviction_free(dt_eviction *eviction) {
     if (eviction != NULL) {
         free(eviction->name);
+        for (int32_t i = 0; eviction->lists != NULL && i < eviction->n_layers; i++) {
+            free(eviction->lists[i]);
+        }
+        free(eviction->lists);
         free(eviction->requests);
         free(eviction->budgets);
         free(eviction);
@@ -132,6 +152,8 @@ static dt_status override_layer(int32_t layer, int32_t max, int32_t min, dt_evic
                                 dt_error *error) {
     if (max > 0) {
         request->max_cache_size = max;
+        request->lanes = NULL; /* for all layers means for all their lanes */
+        request->n_lanes = 0;
         /* with min equal to max a round could free one token only, so equal is lowered too */
         if (min < 0 && request->min_cache_size >= max) {
             request->min_cache_size = -1;
@@ -147,7 +169,7 @@ static dt_status override_layer(int32_t layer, int32_t max, int32_t min, dt_evic
             "--min-cache-size %d is above the max_cache_size %d of layer %d; give a smaller one, or a larger --max-cache-size",
             budget->min_cache_size, budget->max_cache_size, layer);
     }
-    if (!dt_eviction_has_room(budget)) {
+    if (!dt_eviction_has_room(request)) {
         return dt_fail(
             error, DT_ERR_CONFIG,
             "--max-cache-size %d leaves no room in layer %d: it must be above its sink_tokens %d + recent_window %d = %" PRId64,
@@ -217,7 +239,7 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
 
 static bool same_budget(const dt_budget *a, const dt_budget *b) {
     return a->policy == b->policy && a->max_cache_size == b->max_cache_size && a->min_cache_size == b->min_cache_size &&
-           a->sink_tokens == b->sink_tokens && a->recent_window == b->recent_window;
+           a->sink_tokens == b->sink_tokens && a->recent_window == b->recent_window && a->lane_max == b->lane_max;
 }
 
 /* First layer after the run of equal layers that begins at `first`. */
@@ -229,12 +251,23 @@ static int32_t run_end(const dt_eviction *eviction, int32_t first) {
     return end;
 }
 
-static int describe_run(const dt_budget *b, const char *range, int width, char *out, size_t capacity) {
+static int describe_run(const dt_budget *b, int32_t n_lanes, const char *range, int width, char *out, size_t capacity) {
     if (b->policy == NULL) {
         return snprintf(out, capacity, "TLC: layers %-*s  %-16s  keeps everything\n", width, range, "none");
     }
-    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %d  min %d  sinks %d  recent %d  slots 0\n", width, range,
-                    b->policy->name, b->max_cache_size, b->min_cache_size, b->sink_tokens, b->recent_window);
+    char max[48] = "any";
+    if (b->lane_max != NULL) {
+        int32_t least = INT32_MAX;
+        for (int32_t i = 0; i < n_lanes; i++) {
+            least = DT_MIN(least, b->lane_max[i]);
+        }
+        snprintf(max, sizeof max, "%d-%d", least, b->max_cache_size);
+    } else if (b->max_cache_size < INT32_MAX) {
+        snprintf(max, sizeof max, "%d", b->max_cache_size);
+    }
+    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots 0%s\n", width, range,
+                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window,
+                    b->policy->needs_peak ? "  score reconstruct" : "");
 }
 
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {
@@ -247,16 +280,21 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
         dt_eviction_range(i, end, range);
         width = DT_MAX(width, (int)strlen(range));
     }
-    const size_t line_bytes = 192, bytes = (size_t)n_runs * line_bytes;
+    const size_t line_bytes = 192, bytes = (size_t)(n_runs + 1) * line_bytes;
     char *text = malloc(bytes);
     if (text == NULL) {
         return dt_fail_memory(error, bytes, "the eviction settings' text");
     }
     size_t length = 0;
+    if (eviction->total_cache_size > 0) {
+        length = (size_t)snprintf(text, bytes, "TLC: budget adaptive, %d tokens over all layers, %d a layer on average\n",
+                                  eviction->total_cache_size, eviction->total_cache_size / eviction->n_layers);
+    }
     for (int32_t i = 0, end; i < eviction->n_layers; i = end) {
         end = run_end(eviction, i);
         dt_eviction_range(i, end, range);
-        length += (size_t)describe_run(&eviction->budgets[i], range, width, text + length, bytes - length);
+        length +=
+            (size_t)describe_run(&eviction->budgets[i], eviction->requests[i].n_lanes, range, width, text + length, bytes - length);
     }
     text[length - 1] = '\0'; /* lines are joined by newlines, not ended by them */
     *out = text;
@@ -265,9 +303,28 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
 
 const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer) { return &eviction->budgets[layer]; }
 
+int32_t dt_eviction_total(const dt_eviction *eviction) { return eviction->total_cache_size; }
+
 const char *dt_eviction_name(const dt_eviction *eviction) { return eviction->name; }
 
 /* ---- the public functions ---- */
+
+/* A list of sizes must have one for each KV head of its layers. */
+static dt_status fit_to_model(const dt_model *model, dt_status status, dt_eviction **out, dt_error *error) {
+    const dt_model_info *info = dt_model_get_info(model);
+    for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
+        const dt_eviction_request *request = &(*out)->requests[i];
+        if (request->lanes != NULL && request->n_lanes != info->n_kv_heads[i]) {
+            status = dt_fail(error, DT_ERR_CONFIG, "%s: \"lanes\" of layer %d lists %d sizes, but the layer has %d KV heads",
+                             (*out)->name, i, request->n_lanes, info->n_kv_heads[i]);
+        }
+    }
+    if (status != DT_OK) {
+        dt_eviction_free(*out);
+        *out = NULL;
+    }
+    return status;
+}
 
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name, dt_eviction **out, dt_error *error) {
     return dt_eviction_config_preset(dt_model_get_info(model)->n_layers, preset_name, out, error);
@@ -275,9 +332,11 @@ dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name
 
 dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,
                                 dt_error *error) {
-    return dt_eviction_config_text(dt_model_get_info(model)->n_layers, name, text, n_bytes, out, error);
+    const dt_status status = dt_eviction_config_text(dt_model_get_info(model)->n_layers, name, text, n_bytes, out, error);
+    return fit_to_model(model, status, out, error);
 }
 
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error) {
-    return dt_eviction_config_file(dt_model_get_info(model)->n_layers, path, out, error);
+    const dt_status status = dt_eviction_config_file(dt_model_get_info(model)->n_layers, path, out, error);
+    return fit_to_model(model, status, out, error);
 }

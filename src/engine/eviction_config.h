@@ -3,7 +3,7 @@
  *
  * Functions here know a model only by its number of layers, so that they can be tested without one; the public functions of
  * deeptutor.h wrap them. Invariant of a dt_eviction: every layer's budget is complete (defaults filled in) and possible:
- * 0 <= min <= max and sinks + recent < max, or policy NULL.
+ * 0 <= min <= max and sinks + recent < max, for each lane's max, or policy NULL.
  */
 #ifndef DT_EVICTION_CONFIG_H
 #define DT_EVICTION_CONFIG_H
@@ -14,6 +14,8 @@
 typedef struct dt_eviction_request {
     const dt_policy *policy; /* NULL: keeps everything */
     int32_t max_cache_size, min_cache_size, sink_tokens, recent_window;
+    const int32_t *lanes; /* [n_lanes] instead of max_cache_size, the settings' own; NULL = not given */
+    int32_t n_lanes;
 } dt_eviction_request;
 
 struct dt_eviction {
@@ -21,6 +23,8 @@ struct dt_eviction {
     char *name;                    /* for the log: "preset docqa", "config eviction.json" */
     dt_eviction_request *requests; /* [n_layers] */
     dt_budget *budgets;            /* [n_layers] */
+    int32_t **lists;               /* [n_layers] the lists of lanes, each at the first layer it is for; NULL elsewhere */
+    int32_t total_cache_size;      /* shared by the layers that evict, see dt_kv_set_budgets; 0 = each lane has its own */
 };
 
 dt_status dt_eviction_config_preset(int32_t n_layers, const char *preset, dt_eviction **out, dt_error *error);
@@ -29,5 +33,6 @@ dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_evictio
 dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
                                   dt_error *error);
 const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer);
+int32_t dt_eviction_total(const dt_eviction *eviction);
 
 #endif

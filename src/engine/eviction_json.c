@@ -15,12 +15,14 @@
 #include <string.h>
 
 #define MAX_FILE_BYTES ((size_t)1 << 20)
+#define MAX_LANES 4096
 
 enum { POLICY, MAX_SIZE, MIN_SIZE, SINKS, RECENT, SLOTS, SCORE, LANES, N_FIELDS };
 static const char *const field_names[N_FIELDS] = {
     "policy", "max_cache_size", "min_cache_size", "sink_tokens", "recent_window", "memory_slots", "score", "lanes",
 };
 static const char *const policy_names[] = {"local_window", "importance_score", "none"};
+static const char *const shared_keys[] = {"budget", "total_cache_size", "layers"};
 
 typedef struct reader {
     const char *path; /* as shown */
@@ -29,6 +31,7 @@ typedef struct reader {
     dt_eviction *eviction;
     int32_t *owner; /* [n_layers] which key set the layer, counted from 0; -1 = none yet */
     int32_t key;    /* that is being read, counted from 0 */
+    int depth;      /* of the keys that name layers: 1, or 2 inside of "layers" */
     char key_text[80];
     int32_t first, end; /* its layers, [first, end) */
     dt_error *error;
@@ -36,7 +39,7 @@ typedef struct reader {
 
 /* ---- where and what ---- */
 
-/* Line of the key number `key` of the outermost object, or of the field number `field` (-1: none) in that key's object. The text is
+/* Line of the key number `key` of the object that names layers, or of the field number `field` (-1: none) in that key's object. The text is
  * known to be valid JSON. */
 static int line_of(const reader *r, int32_t key, int32_t field) {
     int line = 1, depth = 0;
@@ -56,12 +59,12 @@ static int line_of(const reader *r, int32_t key, int32_t field) {
             after++;
         }
         if (after < r->n_bytes && r->text[after] == ':') {
-            keys += depth == 1;
-            fields += depth == 2 && keys == key;
-            if (keys == key && field < 0 && depth == 1) {
+            keys += depth == r->depth;
+            fields += depth == r->depth + 1 && keys == key;
+            if (keys == key && field < 0 && depth == r->depth) {
                 return line;
             }
-            if (keys == key && fields == field && depth == 2) {
+            if (keys == key && fields == field && depth == r->depth + 1) {
                 return line;
             }
         }
@@ -198,7 +201,7 @@ static dt_status read_policy(const reader *r, int32_t field, const json_t *value
                        type_name(value));
     }
     const char *name = json_string_value(value);
-    *out = dt_policy_find(name);
+    *out = dt_policy_find(name, NULL);
     if (*out == NULL && strcmp(name, "none") != 0) {
         char shown[80];
         show(name, shown, sizeof shown);
@@ -208,6 +211,39 @@ static dt_status read_policy(const reader *r, int32_t field, const json_t *value
         }
         return fail_at(r, field, "policy", "there is no policy \"%s\"; the policies are local_window, importance_score and none",
                        shown);
+    }
+    return DT_OK;
+}
+
+/* The sizes become the settings' own. */
+static dt_status read_lanes(const reader *r, int32_t field, const json_t *value, dt_eviction_request *request) {
+    const size_t n = json_array_size(value); /* 0 for what is no list */
+    if (n < 1 || n > MAX_LANES) {
+        return fail_at(r, field, "lanes", "must be a list of sizes, one for each KV head, such as [512, 4096], but is %s",
+                       json_is_array(value) && n == 0 ? "empty"
+                       : json_is_array(value)         ? "longer than any"
+                                                      : type_name(value));
+    }
+    int32_t **list = &r->eviction->lists[r->first];
+    free(*list);
+    *list = malloc(n * sizeof **list);
+    if (*list == NULL) {
+        return dt_fail_memory(r->error, n * sizeof **list, "eviction settings");
+    }
+    dt_status status = DT_OK;
+    for (size_t i = 0; i < n && status == DT_OK; i++) {
+        status = read_number(r, field, "lanes", json_array_get(value, i), 1, &(*list)[i]);
+    }
+    request->lanes = *list;
+    request->n_lanes = (int32_t)n;
+    return status;
+}
+
+/* Which of the scores of the policy; that may stand before or behind it, so it is only checked here. */
+static dt_status read_score(const reader *r, int32_t field, const json_t *value) {
+    const char *name = json_is_string(value) ? json_string_value(value) : "";
+    if (strcmp(name, "fast") != 0 && strcmp(name, "reconstruct") != 0) {
+        return fail_at(r, field, "score", "must be \"fast\" or \"reconstruct\"");
     }
     return DT_OK;
 }
@@ -240,8 +276,9 @@ static dt_status read_field(const reader *r, int32_t field, const char *name, co
         }
         return status;
     case SCORE:
+        return read_score(r, field, value);
     case LANES:
-        return fail_at(r, field, name, "is not supported by this version; leave the field out");
+        return read_lanes(r, field, value, request);
     default:
         break;
     }
@@ -251,7 +288,8 @@ static dt_status read_field(const reader *r, int32_t field, const char *name, co
     }
     return fail_at(
         r, field, name,
-        "is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, recent_window and memory_slots");
+        "is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, recent_window, memory_slots, score "
+        "and lanes");
 }
 
 /* What the fields of one key say together. at: their numbers, -1 = not given. */
@@ -260,25 +298,32 @@ static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], cons
         return fail_at(r, -1, NULL, "\"policy\" is missing; give \"local_window\", \"importance_score\" or \"none\"");
     }
     if (request->policy == NULL) {
-        for (int32_t i = MAX_SIZE; i <= RECENT; i++) {
-            if (at[i] >= 0) {
+        for (int32_t i = MAX_SIZE; i < N_FIELDS; i++) {
+            if (at[i] >= 0 && i != SLOTS) {
                 warn_at(r, at[i], "policy none keeps everything, so %s has no effect", field_names[i]);
             }
         }
         return DT_OK;
     }
-    if (at[MAX_SIZE] < 0) {
+    if (at[MAX_SIZE] >= 0 && at[LANES] >= 0) {
+        return fail_at(r, at[LANES], field_names[LANES], "stands instead of max_cache_size; give one of them");
+    }
+    if (at[SCORE] >= 0 && request->policy->score_name == NULL) {
+        warn_at(r, at[SCORE], "policy %s has no choice of scores, so score has no effect", request->policy->name);
+    }
+    if (at[MAX_SIZE] < 0 && at[LANES] < 0) {
         return fail_at(r, -1, NULL, "\"max_cache_size\" is missing; policy %s needs it, for example \"max_cache_size\": 4096",
                        request->policy->name);
     }
     const dt_budget budget = dt_eviction_complete(request);
-    if (budget.min_cache_size > budget.max_cache_size) {
-        return fail_at(r, at[MIN_SIZE], field_names[MIN_SIZE], "%d is above max_cache_size %d; give at most that",
-                       budget.min_cache_size, budget.max_cache_size);
+    const int32_t least = dt_eviction_smallest_lane(request), sizes = at[LANES] >= 0 ? LANES : MAX_SIZE;
+    if (budget.min_cache_size > least) {
+        return fail_at(r, at[MIN_SIZE], field_names[MIN_SIZE], "%d is above %s%s %d; give at most that", budget.min_cache_size,
+                       sizes == LANES ? "the smallest of " : "", field_names[sizes], least);
     }
-    if (!dt_eviction_has_room(&budget)) {
-        return fail_at(r, at[MAX_SIZE], field_names[MAX_SIZE],
-                       "%d leaves no room: it must be above sink_tokens %d + recent_window %d = %" PRId64, budget.max_cache_size,
+    if (!dt_eviction_has_room(request)) {
+        return fail_at(r, at[sizes], field_names[sizes],
+                       "%d leaves no room: it must be above sink_tokens %d + recent_window %d = %" PRId64, least,
                        budget.sink_tokens, budget.recent_window, (int64_t)budget.sink_tokens + budget.recent_window);
     }
     if (request->min_cache_size == 0) {
@@ -328,11 +373,6 @@ static dt_status read_key(reader *r, const char *key) {
     const int32_t n = r->eviction->n_layers;
     int64_t first = 0, last = 0;
     bool open = false;
-    if (strcmp(key, "budget") == 0 || strcmp(key, "total_cache_size") == 0 || strcmp(key, "layers") == 0) {
-        return fail_at(
-            r, -1, NULL,
-            "a budget shared by all layers is not supported by this version; give every range of layers its own max_cache_size");
-    }
     if (!parse_range(key, &first, &last, &open)) {
         return fail_at(
             r, -1, NULL,
@@ -363,6 +403,16 @@ static dt_status read_key(reader *r, const char *key) {
     return DT_OK;
 }
 
+/* A request with nothing given. In a budget shared by all, `average` tokens a layer, a lane has no bound but what is pinned, and
+ * that is a small part of the average. */
+static dt_eviction_request shared_request(int32_t average) {
+    const dt_eviction_request own = {.max_cache_size = -1, .min_cache_size = -1, .sink_tokens = -1, .recent_window = -1};
+    return average <= 0
+               ? own
+               : (dt_eviction_request){
+                     .max_cache_size = INT32_MAX, .min_cache_size = 0, .sink_tokens = -1, .recent_window = DT_MIN(64, average / 8)};
+}
+
 static dt_status read_entry(reader *r, const char *key, json_t *value) {
     show(key, r->key_text, sizeof r->key_text);
     dt_status status = read_key(r, key);
@@ -373,7 +423,7 @@ static dt_status read_entry(reader *r, const char *key, json_t *value) {
         return fail_at(r, -1, NULL, "must be an object such as {\"policy\": \"local_window\", \"max_cache_size\": 4096}, but is %s",
                        type_name(value));
     }
-    dt_eviction_request request = {.max_cache_size = -1, .min_cache_size = -1, .sink_tokens = -1, .recent_window = -1};
+    dt_eviction_request request = shared_request(r->eviction->total_cache_size / r->eviction->n_layers);
     int32_t at[N_FIELDS], field = 0;
     for (int32_t i = 0; i < N_FIELDS; i++) {
         at[i] = -1;
@@ -385,6 +435,12 @@ static dt_status read_entry(reader *r, const char *key, json_t *value) {
         if (status != DT_OK) {
             return status;
         }
+    }
+    if (at[SCORE] >= 0 && request.policy != NULL && request.policy->score_name != NULL) {
+        request.policy = dt_policy_find(request.policy->name, json_string_value(json_object_get(value, field_names[SCORE])));
+    }
+    if (r->eviction->total_cache_size > 0 && at[MAX_SIZE] < 0 && at[LANES] < 0) {
+        at[MAX_SIZE] = 0; /* no bound */
     }
     status = check_request(r, at, &request);
     for (int32_t layer = r->first; layer < r->end && status == DT_OK; layer++) {
@@ -421,12 +477,78 @@ static void log_unnamed(const reader *r) {
 
 /* ---- the file ---- */
 
+/* {"budget": "adaptive", "total_cache_size": N, "layers": {...}} but for what stands in "layers". */
+static dt_status read_shared(reader *r, json_t *root) {
+    const char *key;
+    json_t *value;
+    json_object_foreach(root, key, value) {
+        show(key, r->key_text, sizeof r->key_text);
+        if (strcmp(key, "budget") == 0) {
+            if (!json_is_string(value) || strcmp(json_string_value(value), "adaptive") != 0) {
+                return fail_at(r, -1, NULL, "must be \"adaptive\"; leave it out for sizes per layer");
+            }
+        } else if (strcmp(key, "total_cache_size") == 0) {
+            if (!json_is_integer(value) || json_integer_value(value) < 1 || json_integer_value(value) > INT32_MAX) {
+                return fail_at(r, -1, NULL, "must be a whole number of tokens, summed over layers, such as 65536");
+            }
+            r->eviction->total_cache_size = (int32_t)json_integer_value(value);
+        } else if (strcmp(key, "layers") == 0) {
+            if (!json_is_object(value)) {
+                return fail_at(r, -1, NULL, "must be an object such as {\"0-\": {\"policy\": \"importance_score\"}}, but is %s",
+                               type_name(value));
+            }
+        } else {
+            return fail_at(r, -1, NULL,
+                           "is not known beside \"budget\", \"total_cache_size\" and \"layers\"; layers are named in "
+                           "\"layers\"");
+        }
+        r->key++;
+    }
+    for (size_t i = 0; i < sizeof shared_keys / sizeof shared_keys[0]; i++) {
+        if (json_object_get(root, shared_keys[i]) == NULL) {
+            return dt_fail(r->error, DT_ERR_CONFIG,
+                           "%s:1: \"%s\" is missing; a shared budget needs \"budget\": \"adaptive\", "
+                           "\"total_cache_size\" and \"layers\"",
+                           r->path, shared_keys[i]);
+        }
+    }
+    return DT_OK;
+}
+
+/* Every lane must have room for its pinned tokens and one more. */
+static dt_status check_total(reader *r) {
+    int64_t least = 0;
+    for (int32_t i = 0; i < r->eviction->n_layers; i++) {
+        const dt_budget *b = &r->eviction->budgets[i];
+        least += b->policy != NULL ? DT_MAX((int64_t)b->sink_tokens + b->recent_window + 1, b->min_cache_size) : 0;
+    }
+    if (r->eviction->total_cache_size < least) {
+        return dt_fail(r->error, DT_ERR_CONFIG,
+                       "%s: \"total_cache_size\" %d is less than the %" PRId64
+                       " tokens that sinks, recent windows and min_cache_size "
+                       "of all layers keep",
+                       r->path, r->eviction->total_cache_size, least);
+    }
+    return DT_OK;
+}
+
 static dt_status read_root(reader *r, json_t *root) {
     if (!json_is_object(root)) {
         return dt_fail(
             r->error, DT_ERR_CONFIG,
             "%s:1: must be an object such as {\"0-15\": {\"policy\": \"local_window\", \"max_cache_size\": 4096}}, but is %s",
             r->path, type_name(root));
+    }
+    const bool shared = json_object_get(root, shared_keys[0]) != NULL || json_object_get(root, shared_keys[1]) != NULL ||
+                        json_object_get(root, shared_keys[2]) != NULL;
+    if (shared) {
+        const dt_status status = read_shared(r, root);
+        if (status != DT_OK) {
+            return status;
+        }
+        root = json_object_get(root, "layers");
+        r->depth = 2;
+        r->key = 0;
     }
     const char *key;
     json_t *value;
@@ -438,7 +560,7 @@ static dt_status read_root(reader *r, json_t *root) {
         r->key++;
     }
     log_unnamed(r);
-    return DT_OK;
+    return shared ? check_total(r) : DT_OK;
 }
 
 /* The path as it stands in messages: a very long one would leave no room for the sentence. */
@@ -450,7 +572,7 @@ static const char *shown_path(const char *path) {
 dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
                                   dt_error *error) {
     *out = NULL;
-    reader r = {.path = shown_path(path), .text = text, .n_bytes = n_bytes, .error = error};
+    reader r = {.path = shown_path(path), .text = text, .n_bytes = n_bytes, .depth = 1, .error = error};
     if (n_bytes >= 3 && memcmp(text, "\xEF\xBB\xBF", 3) == 0) { /* a byte order mark, as some editors write */
         r.text += 3;
         r.n_bytes -= 3;

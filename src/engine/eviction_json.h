@@ -10,8 +10,10 @@
 dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, dt_eviction **out, dt_error *error);
 /* The request with defaults filled in; its max_cache_size must be given unless the policy is NULL. */
 dt_budget dt_eviction_complete(const dt_eviction_request *request);
-/* False when sinks and recent window alone fill max_cache_size. */
-bool dt_eviction_has_room(const dt_budget *budget);
+/* The smallest size that any lane may have. */
+int32_t dt_eviction_smallest_lane(const dt_eviction_request *request);
+/* False when sinks and recent window alone fill a lane. */
+bool dt_eviction_has_room(const dt_eviction_request *request);
 /* "7" or "0-15" for the layers [first, end). */
 void dt_eviction_range(int32_t first, int32_t end, char out[32]);
 

@@ -13,7 +13,8 @@
 #include <string.h>
 
 #define DEFAULT_BATCH 512
-#define SCORE_BATCH 64 /* every row has logits there: [SCORE_BATCH][V] */
+#define REPEAT_CHUNK 512 /* tokens that reconstruct repeats at a time */
+#define SCORE_BATCH 64   /* every row has logits there: [SCORE_BATCH][V] */
 /* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
 #define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
 #define PROGRESS_INTERVAL_US 100000
@@ -36,8 +37,9 @@ struct dt_session {
     int32_t max_tokens;  /* longest conversation */
     int32_t whole_from;  /* a rewind to at least this position is possible */
     bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
+    int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
     const float *logits; /* after the last token; NULL when not computed */
-    float *own_logits;   /* those that a fork began with */
+    float *own_logits;   /* [V] where they had to be copied out of the graph; NULL until needed */
     bool *observe_layer; /* [L] */
     dt_session_stats stats;
     /* the sync in progress */
@@ -118,20 +120,18 @@ static dt_status new_cache(dt_session *s, dt_error *error) {
     return status;
 }
 
-/* The same content under other budgets; the forks' blocks are counted where the first session's are. */
-static dt_status fork_cache(dt_session *s, const dt_session *from, dt_error *error) {
+/* Layers that evict, by the settings; where there are none no layer does. */
+static dt_status set_budgets(dt_session *s, dt_error *error) {
     const int32_t n_layers = s->model->info.n_layers;
     dt_budget *budgets = calloc((size_t)n_layers, sizeof *budgets);
     if (!budgets) {
         return dt_fail_memory(error, (size_t)n_layers * sizeof *budgets, "the cache");
     }
-    for (int32_t i = 0; s->params.eviction && i < n_layers; i++) {
-        budgets[i] = *dt_eviction_budget(s->params.eviction, i);
+    const dt_eviction *eviction = s->params.eviction;
+    for (int32_t i = 0; eviction && i < n_layers; i++) {
+        budgets[i] = *dt_eviction_budget(eviction, i);
     }
-    dt_status status = dt_kv_fork(from->kv, &s->kv, error);
-    if (status == DT_OK) {
-        status = dt_kv_set_budgets(s->kv, budgets, error);
-    }
+    const dt_status status = dt_kv_set_budgets(s->kv, budgets, eviction ? dt_eviction_total(eviction) : 0, error);
     free(budgets);
     return status;
 }
@@ -170,7 +170,10 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
         status = s->observe_layer ? DT_OK : dt_fail_memory(error, (size_t)model->info.n_layers, "the session");
     }
     if (status == DT_OK) {
-        status = from ? fork_cache(s, from, error) : new_cache(s, error);
+        status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, error);
+    }
+    if (status == DT_OK) {
+        status = set_budgets(s, error);
         s->params.eviction = NULL; /* the caller may free it now */
     }
     if (status == DT_OK) {
@@ -215,9 +218,7 @@ static bool choose_observed(dt_session *s, int32_t n, int64_t n_remaining) {
     bool any = false;
     const bool late = s->params.prefill == DT_PREFILL_STREAMING || n_remaining < OBSERVE_AHEAD;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        const int64_t length = dt_kv_length(s->kv, i) + n + n_remaining;
-        s->observe_layer[i] =
-            late && dt_kv_layer_needs_mass(s->kv, i) && length + OBSERVE_AHEAD > dt_kv_layer(s->kv, i)->budget.max_cache_size;
+        s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && dt_kv_exceeds(s->kv, i, n + n_remaining + OBSERVE_AHEAD);
         any = any || s->observe_layer[i];
     }
     return any;
@@ -283,7 +284,83 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n
     return DT_OK;
 }
 
+static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error) {
+    const size_t bytes = (size_t)s->model->info.n_vocab * sizeof *s->own_logits;
+    if (!s->own_logits) {
+        s->own_logits = malloc(bytes);
+    }
+    if (!s->own_logits) {
+        return dt_fail_memory(error, bytes, "the logits");
+    }
+    if (logits != s->own_logits) {
+        memcpy(s->own_logits, logits, bytes);
+    }
+    s->logits = s->own_logits;
+    return DT_OK;
+}
+
+/* ---- reconstruction ---- */
+
+/* Layers whose peaks a round is about to need. */
+static bool choose_repeated(dt_session *s) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i);
+        any = any || (s->observe_layer[i] && (s->params.evict == DT_EVICT_HELD || dt_kv_exceeds(s->kv, i, 0)));
+    }
+    return any;
+}
+
+static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            const float *mass = dt_graph_mass(s->graph, i, lane);
+            float *peak = view.peak_mass + view.n_entries - (s->n_tokens - from);
+            for (int32_t j = 0; j < to - from; j++) {
+                peak[j] = DT_MAX(peak[j], mass[j]);
+            }
+        }
+    }
+}
+
+/*
+ * Has the model repeat what it has read since the last time, and notes for each key the most attention it gets on the way: what is
+ * needed to say the text again is what any question about it may need (KVzip, Kim et al. 2025, arXiv 2505.23416). A piece sees of the
+ * cache only its own stretch and the first block, so the cost is linear in the text. The repetition leaves no trace but the peaks.
+ */
+static dt_status reconstruct(dt_session *s, dt_error *error) {
+    dt_status status = s->logits && s->peaks_until < s->n_tokens ? copy_logits(s, s->logits, error) : DT_OK;
+    while (status == DT_OK && s->peaks_until < s->n_tokens) {
+        const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, REPEAT_CHUNK);
+        const dt_batch batch = {.tokens = s->tokens + from,
+                                .n = n,
+                                .first_position = s->n_tokens,
+                                .n_outputs = 1,
+                                .observe_layer = s->observe_layer,
+                                .n_observed = n,
+                                .peak = true,
+                                .focus_from = s->n_tokens - from,
+                                .focus_to = s->n_tokens - from - n};
+        const float *logits = NULL;
+        status = dt_graph_compute(s->graph, s->kv, &batch, &logits, error);
+        dt_kv_commit(s->kv, 0);
+        if (status == DT_OK) {
+            keep_peaks(s, from, from + n);
+            s->peaks_until += n;
+        }
+    }
+    return status;
+}
+
 static dt_status evict(dt_session *s, dt_error *error) {
+    if (choose_repeated(s)) {
+        const dt_status status = reconstruct(s, error);
+        if (status != DT_OK) {
+            return status;
+        }
+    }
     if (s->params.evict == DT_EVICT_HELD || s->evicted_once) {
         return DT_OK;
     }
@@ -307,19 +384,17 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
         return status;
     }
     if (from->logits) {
-        const size_t bytes = (size_t)s->model->info.n_vocab * sizeof *s->own_logits;
-        s->own_logits = malloc(bytes);
-        if (!s->own_logits) {
-            return dt_fail_memory(error, bytes, "the fork's logits");
+        const dt_status copied = copy_logits(s, from->logits, error);
+        if (copied != DT_OK) {
+            return copied;
         }
-        memcpy(s->own_logits, from->logits, bytes);
-        s->logits = s->own_logits;
     }
     if (from->n_tokens > 0) {
         memcpy(s->tokens, from->tokens, (size_t)from->n_tokens * sizeof *s->tokens);
     }
     s->n_tokens = from->n_tokens;
     s->whole_from = from->whole_from;
+    s->peaks_until = from->peaks_until;
     return DT_OK;
 }
 
@@ -362,6 +437,7 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
         const dt_status status = dt_kv_truncate(s->kv, (int32_t)position, error);
         if (status == DT_OK) {
             s->n_tokens = (int32_t)position;
+            s->peaks_until = DT_MIN(s->peaks_until, s->n_tokens);
             result->how = DT_SYNC_REWOUND;
         }
         return status;
@@ -372,6 +448,7 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
     dt_kv_clear(s->kv);
     s->n_tokens = 0;
     s->whole_from = 0;
+    s->peaks_until = 0;
     s->evicted_once = false;
     result->how = DT_SYNC_REBUILT;
     return DT_OK;

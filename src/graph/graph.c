@@ -30,6 +30,8 @@ struct dt_graph {
     size_t n_lanes;           /* over all layers */
     growing_buffer scratch;   /* attention's; layers run one after the other */
     growing_buffer mass;      /* [lanes of observed layers][stride] */
+    growing_buffer spans;     /* of lanes that see only a focus */
+    int32_t *focus_column;    /* [n_lanes] in mass: the focus's first entry */
     growing_buffer mass_rows; /* int32 [N]: 0 for observed queries, -1 else */
     growing_buffer index;     /* int32 [N]: positions of the batch */
 };
@@ -103,7 +105,8 @@ static dt_status allocate_ops(dt_graph *g, dt_error *error) {
     g->ops = calloc(n_layers, sizeof *g->ops);
     g->lanes = calloc(n_layers, sizeof *g->lanes);
     g->lane_storage = calloc(g->n_lanes, sizeof *g->lane_storage);
-    if (!g->ops || !g->lanes || !g->lane_storage) {
+    g->focus_column = calloc(g->n_lanes, sizeof *g->focus_column);
+    if (!g->ops || !g->lanes || !g->lane_storage || !g->focus_column) {
         return dt_fail_memory(error, g->n_lanes * sizeof *g->lane_storage, "the attention jobs");
     }
     dt_attn_lane *next = g->lane_storage;
@@ -150,6 +153,8 @@ void dt_graph_free(dt_graph *graph) {
     }
     release(graph, &graph->scratch);
     release(graph, &graph->mass);
+    release(graph, &graph->spans);
+    free(graph->focus_column);
     release(graph, &graph->mass_rows);
     release(graph, &graph->index);
     free(graph->lane_storage);
@@ -161,6 +166,27 @@ void dt_graph_free(dt_graph *graph) {
 /* ---- one batch ---- */
 
 static size_t mass_stride(int32_t max_entries) { return DT_ROUND_UP((size_t)max_entries, 64); }
+
+/* The spans that a focused batch sees of a lane, into out; *column: where among their entries the focus begins. */
+static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, int32_t block_tokens, dt_kv_span *out,
+                           int32_t *n_entries, int32_t *column) {
+    const int32_t n_committed = view->n_entries - view->n_uncommitted;
+    const int32_t first = DT_MAX(n_committed - batch->focus_from, 0) / block_tokens;
+    const int32_t end = DT_MAX(n_committed - batch->focus_to, 0);
+    int32_t n = 0;
+    *n_entries = 0;
+    for (int32_t i = 0; i < view->n_spans; i++) {
+        const bool in_focus = i >= first && i * block_tokens<end, in_batch = (i + 1) * block_tokens> n_committed;
+        if (i == first) {
+            *column = *n_entries + DT_MAX(n_committed - batch->focus_from, 0) - first * block_tokens;
+        }
+        if (i == 0 || in_focus || in_batch) {
+            out[n++] = view->spans[i];
+            *n_entries += view->spans[i].n;
+        }
+    }
+    return n;
+}
 
 /* Points every lane at the cache's content and, in observed layers, at its row of the mass buffer. */
 static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *batch, int32_t max_entries, dt_error *error) {
@@ -177,6 +203,18 @@ static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *bat
         }
     }
     float *mass = g->mass.data;
+    const bool focused = batch->focus_from > 0;
+    if (focused) {
+        size_t n_spans = 0;
+        for (int32_t i = 0; i < hp->n_layers; i++) {
+            n_spans += (size_t)dt_kv_blocks_of(kv, i) * (size_t)hp->n_kv_heads[i];
+        }
+        const dt_status status = reserve(g, &g->spans, n_spans * sizeof(dt_kv_span), "attention spans", error);
+        if (status != DT_OK) {
+            return status;
+        }
+    }
+    dt_kv_span *spans = g->spans.data;
     for (int32_t i = 0; i < hp->n_layers; i++) {
         const bool observe = batch->observe_layer && batch->observe_layer[i];
         for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++) {
@@ -188,6 +226,16 @@ static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *bat
                                                .mass = observe ? mass : NULL,
                                                .value_norm = view.value_norm};
             mass = observe ? mass + stride : mass;
+            if (focused) {
+                dt_attn_lane *to = &g->lanes[i][lane];
+                to->spans = spans;
+                to->n_spans = focus_spans(&view, batch, dt_kv_layer(kv, i)->format.block_tokens, spans, &to->n_entries,
+                                          &g->focus_column[to - g->lane_storage]);
+                to->value_norm = NULL; /* indexed by all of the lane's entries; those of the batch will not stay */
+                spans += to->n_spans;
+            } else {
+                g->focus_column[&g->lanes[i][lane] - g->lane_storage] = 0;
+            }
         }
     }
     return DT_OK;
@@ -223,6 +271,7 @@ static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt
         .mass_row = observe ? g->mass_rows.data : NULL,
         .n_mass_rows = observe ? 1 : 0,
         .mass_stride = stride,
+        .mass_peak = batch->peak,
         .scratch = g->scratch.data,
         .scratch_bytes = g->scratch.bytes,
         .n_threads = DT_MAX(g->params.n_threads, g->params.n_threads_batch),
@@ -318,7 +367,10 @@ dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, co
     return DT_OK;
 }
 
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane) { return graph->lanes[layer][lane].mass; }
+const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane) {
+    const dt_attn_lane *l = &graph->lanes[layer][lane];
+    return l->mass ? l->mass + graph->focus_column[l - graph->lane_storage] : NULL;
+}
 
 int64_t dt_graph_attention_us(const dt_graph *graph) {
     int64_t sum = 0;

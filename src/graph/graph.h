@@ -36,14 +36,18 @@ typedef struct dt_batch {
     int32_t n_outputs;         /* logits wanted for the last n_outputs tokens, >= 1 */
     const bool *observe_layer; /* [L]: collect attention mass there; NULL = nowhere */
     int32_t n_observed;        /* of the last n_observed queries, summed */
+    bool peak;                 /* the largest probability instead of the sum */
+    /* Where focus_from > 0, queries see of the cache only its first block, the focus = the committed entries from the
+     * focus_from-last to before the focus_to-last (rounded outwards to blocks), and the batch itself. */
+    int32_t focus_from, focus_to;
 } dt_batch;
 
 /* Appends the batch to the cache (uncommitted) and computes. *logits: [n_outputs][V], the graph's own until its next call.
  * DT_ERR_CANCELLED when should_abort said so. */
 dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error);
 
-/* Attention mass that the last batch's observed queries gave to each entry of a lane; entry order as in the cache before it is
- * committed. NULL where the layer was not observed. */
+/* Attention mass that the last batch's observed queries gave to each entry of a lane, or of its focus; entry order as in the cache
+ * before it is committed. NULL where the layer was not observed. */
 const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane);
 
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */

@@ -85,7 +85,7 @@ static size_t row_floats(const dt_kv_layer_state *layer, int32_t capacity_blocks
 }
 
 size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias) {
-    const size_t n_rows = (layer->has_mass ? 3u : 0u) + (has_bias ? 1u : 0u);
+    const size_t n_rows = (layer->has_mass ? 3u : 0u) + (layer->has_peak ? 1u : 0u) + (has_bias ? 1u : 0u);
     return DT_ROUND_UP((size_t)capacity_blocks * sizeof(dt_kv_span), (size_t)64) +
            n_rows * row_floats(layer, capacity_blocks) * sizeof(float);
 }
@@ -113,12 +113,19 @@ static bool lane_resize(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_st
         next.value_norm = row + 2 * stride;
         row += 3 * stride;
     }
+    if (layer->has_peak) {
+        next.peak_mass = row;
+        row += stride;
+    }
     next.bias = has_bias ? row : NULL;
     if (row_bytes > 0) {
         if (layer->has_mass) {
             memcpy(next.recent_mass, lane->recent_mass, row_bytes);
             memcpy(next.total_mass, lane->total_mass, row_bytes);
             memcpy(next.value_norm, lane->value_norm, row_bytes);
+        }
+        if (layer->has_peak) {
+            memcpy(next.peak_mass, lane->peak_mass, row_bytes);
         }
         if (lane->bias != NULL) {
             memcpy(next.bias, lane->bias, row_bytes);
@@ -165,6 +172,9 @@ static void entry_move(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, i
         lane->recent_mass[to] = lane->recent_mass[from];
         lane->total_mass[to] = lane->total_mass[from];
         lane->value_norm[to] = lane->value_norm[from];
+    }
+    if (layer->has_peak) {
+        lane->peak_mass[to] = lane->peak_mass[from];
     }
     if (lane->bias != NULL) {
         lane->bias[to] = lane->bias[from];
@@ -253,9 +263,22 @@ static dt_status check_params(const dt_kv_layer_params *layers, int32_t n_layers
 }
 
 static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * sizeof *kv->layers; }
-static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * sizeof *kv->lanes; }
+/* lanes, then lane_max and keep */
+static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * (sizeof *kv->lanes + 2 * sizeof(int32_t)); }
 
 static bool policy_needs_mass(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_mass; }
+static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
+
+/* The list of lanes is copied beside the layer's lanes. */
+static void take_budget(dt_kv *kv, int32_t layer, const dt_budget *budget) {
+    dt_kv_layer_params *params = &kv->layers[layer].params;
+    params->budget = *budget;
+    if (budget->lane_max != NULL) {
+        int32_t *copy = kv->lane_max + (kv->layers[layer].lanes - kv->lanes);
+        memmove(copy, budget->lane_max, (size_t)params->n_lanes * sizeof *copy);
+        params->budget.lane_max = copy;
+    }
+}
 
 dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t n_layers, dt_kv **out, dt_error *error) {
     *out = NULL;
@@ -279,9 +302,15 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
         dt_kv_free(kv);
         return dt_fail_memory(error, bytes, "the KV cache");
     }
+    kv->lane_max = (int32_t *)(kv->lanes + kv->n_lanes);
+    kv->keep = kv->lane_max + kv->n_lanes;
     dt_kv_lane_state *lane = kv->lanes;
     for (int32_t i = 0; i < n_layers; i++) {
-        kv->layers[i] = (dt_kv_layer_state){.params = layers[i], .has_mass = policy_needs_mass(&layers[i].budget), .lanes = lane};
+        kv->layers[i] = (dt_kv_layer_state){.params = layers[i],
+                                            .has_mass = policy_needs_mass(&layers[i].budget),
+                                            .has_peak = policy_needs_peak(&layers[i].budget),
+                                            .lanes = lane};
+        take_budget(kv, i, &layers[i].budget);
         lane += layers[i].n_lanes;
     }
     *out = kv;
@@ -336,6 +365,7 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         fork->layers[i].has_mass = layer->has_mass; /* which a later budget may not need */
+        fork->layers[i].has_peak = layer->has_peak;
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             const dt_kv_lane_state *from = &layer->lanes[j];
             dt_kv_lane_state *to = &fork->layers[i].lanes[j];
@@ -356,6 +386,7 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
             }
         }
     }
+    fork->total_cache_size = kv->total_cache_size;
     fork->n_uncommitted = kv->n_uncommitted;
     fork->next_position = kv->next_position;
     fork->newest_dropped = kv->newest_dropped;
@@ -363,17 +394,19 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     return DT_OK;
 }
 
-dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, dt_error *error) {
+dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_cache_size, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        if (policy_needs_mass(&budgets[i]) && !kv->layers[i].has_mass) {
+        const bool lacks_mass = policy_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
+        if (lacks_mass || (policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak)) {
             return dt_fail(error, DT_ERR_ARGUMENT,
-                           "policy %s needs the attention that layer %d's tokens got, and it was not collected there",
+                           "policy %s needs to know the attention that layer %d's tokens got, and it was not collected there",
                            budgets[i].policy->name, i);
         }
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        kv->layers[i].params.budget = budgets[i];
+        take_budget(kv, i, &budgets[i]);
     }
+    kv->total_cache_size = total_cache_size;
     return DT_OK;
 }
 
@@ -413,6 +446,9 @@ static void lane_extend(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, 
         memset(lane->recent_mass + lane->n_entries, 0, bytes);
         memset(lane->total_mass + lane->n_entries, 0, bytes);
         memset(lane->value_norm + lane->n_entries, 0, bytes);
+    }
+    if (layer->has_peak) {
+        memset(lane->peak_mass + lane->n_entries, 0, bytes);
     }
     if (lane->bias != NULL) {
         memset(lane->bias + lane->n_entries, 0, bytes);
@@ -573,6 +609,7 @@ void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_lane_v
         .recent_mass = lane->recent_mass,
         .total_mass = lane->total_mass,
         .value_norm = lane->value_norm,
+        .peak_mass = lane->peak_mass,
         .bias = lane->bias,
     };
 }
@@ -611,6 +648,10 @@ int32_t dt_kv_length(const dt_kv *kv, int32_t layer_index) {
     return longest;
 }
 
+int32_t dt_kv_blocks_of(const dt_kv *kv, int32_t layer) {
+    return dt_kv_blocks(&kv->layers[layer].params.format, dt_kv_length(kv, layer));
+}
+
 double dt_kv_mean_length(const dt_kv *kv, int32_t layer_index) {
     const dt_kv_layer_state *layer = &kv->layers[layer_index];
     int64_t sum = 0;
@@ -622,8 +663,28 @@ double dt_kv_mean_length(const dt_kv *kv, int32_t layer_index) {
 
 const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer) { return &kv->layers[layer].params; }
 
+bool dt_kv_exceeds(const dt_kv *kv, int32_t layer_index, int64_t n_more) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    if (layer->params.budget.policy == NULL) {
+        return false;
+    }
+    double total = 0;
+    for (int32_t i = 0; kv->total_cache_size > 0 && i < kv->n_layers; i++) {
+        total += kv->layers[i].params.budget.policy != NULL ? dt_kv_mean_length(kv, i) + (double)n_more : 0;
+    }
+    bool exceeds = total > kv->total_cache_size;
+    for (int32_t j = 0; j < layer->params.n_lanes && !exceeds; j++) {
+        exceeds = layer->lanes[j].n_entries + n_more > dt_budget_of_lane(&layer->params.budget, j).max_cache_size;
+    }
+    return exceeds;
+}
+
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
     return kv->layers[layer].has_mass && policy_needs_mass(&kv->layers[layer].params.budget);
+}
+
+bool dt_kv_layer_needs_peak(const dt_kv *kv, int32_t layer) {
+    return kv->layers[layer].has_peak && policy_needs_peak(&kv->layers[layer].params.budget);
 }
 
 /* ---- bytes ---- */

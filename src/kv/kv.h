@@ -43,9 +43,10 @@ dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error);
 dt_status dt_kv_drop(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n, dt_error *error);
 /* A second cache with the same content, in the same memory; blocks are shared until one side writes. */
 dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error);
-/* Other budgets from now on, one per layer. A policy that needs mass is DT_ERR_ARGUMENT for a layer of a cache that is not empty and
- * has none. */
-dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, dt_error *error);
+/* Other budgets from now on, one per layer, lists of lanes copied. total_cache_size > 0: shared by all layers with a policy, each
+ * counted with the mean length of its lanes; the budgets' max and min are then each lane's bounds. DT_ERR_ARGUMENT where a policy needs
+ * mass or peaks and the entries have no room for them. */
+dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_cache_size, dt_error *error);
 /* Removes everything. */
 void dt_kv_clear(dt_kv *kv);
 
@@ -54,8 +55,8 @@ void dt_kv_clear(dt_kv *kv);
 typedef struct dt_kv_lane_view {
     const dt_kv_span *spans;
     int32_t n_spans, n_entries, n_uncommitted;
-    float *recent_mass, *total_mass, *value_norm; /* [n_entries] or NULL */
-    const float *bias;                            /* [n_entries] or NULL = all zero */
+    float *recent_mass, *total_mass, *value_norm, *peak_mass; /* [n_entries] or NULL */
+    const float *bias;                                        /* [n_entries] or NULL = all zero */
 } dt_kv_lane_view;
 
 void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_lane_view *out);
@@ -64,6 +65,10 @@ dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry, 
 /* positions[n_entries] of a lane, in entry order. */
 void dt_kv_positions(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *positions);
 int32_t dt_kv_length(const dt_kv *kv, int32_t layer); /* longest lane */
+/* Whether a round would come in this layer if every lane grew by n_more entries. */
+bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more);
+/* Most blocks that a lane of the layer has. */
+int32_t dt_kv_blocks_of(const dt_kv *kv, int32_t layer);
 double dt_kv_mean_length(const dt_kv *kv, int32_t layer);
 const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer);
 /* Bytes of all blocks this cache refers to (shared ones counted in full, a spare one included) plus its own arrays. */
@@ -79,12 +84,13 @@ typedef struct dt_round_result {
     int32_t newest_evicted; /* highest position that was evicted in any lane; -1 = none */
 } dt_round_result;
 
-/* Runs a round in every layer in which a lane exceeds its budget: its lanes over budget go down to the low-water mark, or, when
- * `exact`, to max_cache_size. Nothing may be uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
+/* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes
+ * down by the same share, each lane keeping what scores above a threshold common to all. Nothing may be uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
  */
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
 /* True when the layer's policy needs attention mass, and entries have room for it. */
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);
+bool dt_kv_layer_needs_peak(const dt_kv *kv, int32_t layer);
 
 dt_status dt_kv_check(const dt_kv *kv, dt_error *error);
 

@@ -46,6 +46,7 @@ static dt_status check_spans(check *c, const dt_kv_layer_state *layer, const dt_
     CHECK(c, (lane->capacity_blocks > 0) == (lane->arrays != NULL), "arrays for %d blocks are %smissing", lane->capacity_blocks,
           lane->arrays == NULL ? "" : "not ");
     CHECK(c, lane->arrays == NULL || layer->has_mass == (lane->recent_mass != NULL), "rows of masses do not fit the policy");
+    CHECK(c, lane->arrays == NULL || layer->has_peak == (lane->peak_mass != NULL), "the row of peaks does not fit the policy");
     for (int32_t i = 0; i < lane->n_spans; i++) {
         const dt_kv_span *span = &lane->spans[i];
         const int32_t n = i + 1 < lane->n_spans ? f->block_tokens : lane->n_entries - i * f->block_tokens;
@@ -91,6 +92,8 @@ static dt_status check_numbers(const check *c, const dt_kv_layer_state *layer, c
                   "entry %d has masses %f and %f, value norm %f", entry, (double)lane->recent_mass[entry],
                   (double)lane->total_mass[entry], (double)lane->value_norm[entry]);
         }
+        CHECK(c, !layer->has_peak || is_amount(lane->peak_mass[entry]), "entry %d has a peak of %f", entry,
+              (double)lane->peak_mass[entry]);
         CHECK(c, lane->bias == NULL || dt_is_finite(lane->bias[entry]) || lane->bias[entry] < 0, "entry %d has a bias of %f", entry,
               (double)lane->bias[entry]);
         CHECK(c, f->type_k != DT_KV_INT8 || is_amount(dt_kv_k_scale(f, block)[i]), "entry %d has a bad key scale", entry);

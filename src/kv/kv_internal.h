@@ -22,12 +22,13 @@ typedef struct dt_kv_lane_state {
     int32_t n_entries;
     dt_kv_span *spans;
     float *recent_mass, *total_mass, *value_norm; /* NULL where the layer's policy needs none */
+    float *peak_mass;                             /* likewise, of a policy that needs peaks */
     float *bias;                                  /* NULL until the first bias is set */
 } dt_kv_lane_state;
 
 typedef struct dt_kv_layer_state {
     dt_kv_layer_params params;
-    bool has_mass;
+    bool has_mass, has_peak;
     dt_kv_lane_state *lanes; /* into dt_kv.lanes */
 } dt_kv_layer_state;
 
@@ -35,7 +36,11 @@ struct dt_kv {
     dt_memory *memory;
     dt_kv_layer_state *layers;
     dt_kv_lane_state *lanes; /* of all layers */
+    int32_t *lane_max;       /* [n_lanes] copies of the budgets' lists */
+    int32_t *keep;           /* [n_lanes] what the round at hand leaves */
     int32_t n_layers, n_lanes;
+    int32_t
+        total_cache_size; /* shared by the layers with a policy, each counted with its mean length; 0 = every lane has its own */
     int32_t n_uncommitted;
     int32_t next_position;  /* above every position in the cache; that of the next entry unless the cache is empty */
     int32_t newest_dropped; /* highest position < next_position that was dropped from any lane; -1 = none */

@@ -1,40 +1,55 @@
 /*
- * Eviction rounds: in a layer in which a lane has outgrown its budget, every lane over it goes down to the low-water mark at once,
- * so that the cost of choosing is spread over the tokens until the next round.
+ * Eviction rounds: first how many entries each lane keeps, then which ones go.
  *
- * Owns no memory of its own: positions, victims and the policy's scratch lie in the cache's scratch, which is kept between rounds.
- * Invariant: only committed, unpinned entries go; a lane is either treated whole or not at all.
+ * A lane that has outgrown its own budget goes down to the low-water mark at once, so that the cost of choosing is spread over the
+ * tokens until the next round. A shared budget (dt_kv_set_budgets) is dealt out anew in each round: every lane keeps what scores above
+ * one threshold, within its bounds, and the threshold is the one that fills the budget. So the few lanes that look far back keep much
+ * and the others little (as AdaKV, Feng et al. 2024, and KVzip, Kim et al. 2025, do over heads).
+ *
+ * Positions, victims, scores and the policy's scratch lie in the cache's scratch, which is kept between rounds.
+ * Invariants: only committed, unpinned entries go; a lane is either treated whole or not at all; nothing takes a lane below its
+ * min_cache_size.
  */
 #include "kv/kv_internal.h"
 
 #include <math.h>
+#include <string.h>
 
-/* Evicts from one lane; *n_evicted and result->newest_evicted tell what went. */
-static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, bool exact, int32_t *n_evicted,
-                            dt_round_result *result, dt_error *error) {
+#define ALL INT32_MAX /* a lane that the round leaves alone */
+
+static size_t row_bytes(int32_t n) { return DT_ROUND_UP((size_t)n * sizeof(int32_t), (size_t)64); }
+
+/* The lane as its policy sees it; positions is filled. */
+static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t *positions) {
     const dt_budget *budget = &kv->layers[layer].params.budget;
     dt_kv_lane_view view;
     dt_kv_lane(kv, layer, lane, &view);
-    const size_t row_bytes = DT_ROUND_UP((size_t)view.n_entries * sizeof(int32_t), (size_t)64);
-    const size_t bytes = 2 * row_bytes + dt_policy_scratch_bytes(view.n_entries);
-    char *scratch = dt_kv_scratch(kv, bytes);
-    if (scratch == NULL) {
-        return dt_fail_memory(error, bytes, "choosing what to evict");
-    }
-    int32_t *positions = (int32_t *)scratch, *victims = (int32_t *)(scratch + row_bytes);
     dt_kv_positions(kv, layer, lane, positions);
-    const dt_lane_view entries = {
+    return (dt_lane_view){
         .n = view.n_entries,
         .position = positions,
         .recent_mass = view.recent_mass,
         .total_mass = view.total_mass,
         .value_norm = view.value_norm,
+        .peak_mass = view.peak_mass,
         .next_position = next_position,
         .sink_tokens = budget->sink_tokens,
         .recent_window = budget->recent_window,
     };
-    const int32_t n_keep = exact ? budget->max_cache_size : dt_budget_low_water(budget);
-    const int32_t n = dt_policy_choose(budget->policy, &entries, n_keep, victims, scratch + 2 * row_bytes);
+}
+
+/* Evicts from one lane so that n_keep entries stay; *n_evicted and result->newest_evicted tell what went. */
+static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t n_keep, int32_t *n_evicted,
+                            dt_round_result *result, dt_error *error) {
+    const int32_t n_entries = kv->layers[layer].lanes[lane].n_entries;
+    const size_t row = row_bytes(n_entries), bytes = 2 * row + dt_policy_scratch_bytes(n_entries);
+    char *scratch = dt_kv_scratch(kv, bytes);
+    if (scratch == NULL) {
+        return dt_fail_memory(error, bytes, "choosing what to evict");
+    }
+    int32_t *positions = (int32_t *)scratch, *victims = (int32_t *)(scratch + row);
+    const dt_lane_view entries = lane_entries(kv, layer, lane, next_position, positions);
+    const int32_t n = dt_policy_choose(kv->layers[layer].params.budget.policy, &entries, n_keep, victims, scratch + 2 * row);
     const dt_status status = dt_kv_drop(kv, layer, lane, victims, n, error);
     if (status == DT_OK) {
         *n_evicted = n;
@@ -45,20 +60,124 @@ static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next
     return status;
 }
 
-/* *evicted: tokens that went, summed over the layer's lanes. */
-static dt_status layer_round(dt_kv *kv, int32_t layer, int32_t next_position, bool exact, int64_t *evicted, dt_round_result *result,
-                             dt_error *error) {
-    const dt_kv_layer_state *state = &kv->layers[layer];
-    dt_status status = DT_OK;
-    for (int32_t lane = 0; lane < state->params.n_lanes && status == DT_OK; lane++) {
-        if (state->lanes[lane].n_entries > state->params.budget.max_cache_size) {
-            int32_t n = 0;
-            status = lane_round(kv, layer, lane, next_position, exact, &n, result, error);
-            *evicted += n;
+/* ---- how many each lane keeps ---- */
+
+/* Lanes over their own budget. */
+static void keep_own(dt_kv *kv, bool exact) {
+    for (int32_t i = 0, index = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; j < layer->params.n_lanes; j++, index++) {
+            const dt_budget budget = dt_budget_of_lane(&layer->params.budget, j);
+            const bool over = budget.policy != NULL && layer->lanes[j].n_entries > budget.max_cache_size;
+            kv->keep[index] = !over ? ALL : exact ? budget.max_cache_size : dt_budget_low_water(&budget);
         }
     }
-    return status;
 }
+
+/* What a lane of a shared budget would keep at a threshold. */
+typedef struct shared_lane {
+    const float *scores; /* [n_free], of the entries that are not pinned */
+    int32_t n_free, n_pinned;
+    int32_t least, most;
+    double weight; /* 1 / lanes of the layer */
+} shared_lane;
+
+static int32_t kept_at(const shared_lane *lane, float threshold) {
+    int32_t n = lane->n_pinned;
+    for (int32_t i = 0; i < lane->n_free; i++) {
+        n += lane->scores[i] >= threshold;
+    }
+    return DT_MIN(DT_MAX(n, lane->least), lane->most);
+}
+
+static double total_at(const shared_lane *lanes, int32_t n_lanes, float threshold) {
+    double total = 0;
+    for (int32_t i = 0; i < n_lanes; i++) {
+        total += kept_at(&lanes[i], threshold) * lanes[i].weight;
+    }
+    return total;
+}
+
+/* The lowest threshold at which no more than `total` entries stay. Numbers above 0 are ordered as their bits are. */
+static float find_threshold(const shared_lane *lanes, int32_t n_lanes, double total) {
+    uint32_t low = 0, high = 0x7F800000u; /* 0 keeps everything, infinity the pinned ones */
+    float threshold = 0;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        memcpy(&threshold, &middle, sizeof threshold);
+        if (total_at(lanes, n_lanes, threshold) > total) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    memcpy(&threshold, &low, sizeof threshold);
+    return threshold;
+}
+
+/* Scores a lane's entries; scores[n_free] are those of entries that are not pinned, negative ones and NaN as 0. */
+static void score_lane(const dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, float *scores, int32_t *positions,
+                       shared_lane *out) {
+    const dt_budget budget = dt_budget_of_lane(&kv->layers[layer].params.budget, lane);
+    const int32_t n = kv->layers[layer].lanes[lane].n_entries;
+    const dt_lane_view entries = lane_entries(kv, layer, lane, next_position, positions);
+    budget.policy->score(&entries, scores);
+    int32_t n_free = 0;
+    for (int32_t i = 0; i < n; i++) {
+        if (!dt_pinned(&entries, i)) {
+            scores[n_free++] = scores[i] > 0 ? scores[i] : 0;
+        }
+    }
+    *out = (shared_lane){.scores = scores,
+                         .n_free = n_free,
+                         .n_pinned = n - n_free,
+                         .least = DT_MIN(budget.min_cache_size, n),
+                         .most = DT_MIN(budget.max_cache_size, n),
+                         .weight = 1.0 / kv->layers[layer].params.n_lanes};
+}
+
+static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, dt_error *error) {
+    size_t n_scores = 0;
+    int32_t longest = 0;
+    for (int32_t i = 0; i < kv->n_lanes; i++) {
+        n_scores += (size_t)kv->lanes[i].n_entries;
+        longest = DT_MAX(longest, kv->lanes[i].n_entries);
+    }
+    const size_t lanes_bytes = DT_ROUND_UP((size_t)kv->n_lanes * sizeof(shared_lane), (size_t)64);
+    const size_t scores_bytes = DT_ROUND_UP(n_scores * sizeof(float), (size_t)64);
+    const size_t bytes = lanes_bytes + scores_bytes + row_bytes(longest);
+    char *memory = dt_kv_scratch(kv, bytes);
+    if (memory == NULL) {
+        return dt_fail_memory(error, bytes, "sharing out the KV cache");
+    }
+    shared_lane *lanes = (shared_lane *)memory;
+    float *scores = (float *)(memory + lanes_bytes);
+    int32_t n = 0;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        for (int32_t j = 0; kv->layers[i].params.budget.policy != NULL && j < kv->layers[i].params.n_lanes; j++, n++) {
+            score_lane(kv, i, j, next_position, scores, (int32_t *)(memory + lanes_bytes + scores_bytes), &lanes[n]);
+            scores += lanes[n].n_free;
+        }
+    }
+    const float threshold = find_threshold(lanes, n, total);
+    n = 0;
+    for (int32_t i = 0, index = 0; i < kv->n_layers; i++) {
+        for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++, index++) {
+            kv->keep[index] = kv->layers[i].params.budget.policy != NULL ? kept_at(&lanes[n++], threshold) : ALL;
+        }
+    }
+    return DT_OK;
+}
+
+static double shared_length(const dt_kv *kv) {
+    double total = 0;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        total += kv->layers[i].params.budget.policy != NULL ? dt_kv_mean_length(kv, i) : 0;
+    }
+    return total;
+}
+
+/* ---- the round ---- */
 
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error) {
     *result = (dt_round_result){.newest_evicted = -1};
@@ -66,16 +185,26 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
         return dt_fail(error, DT_ERR_ARGUMENT, "%d tokens are not committed yet: commit them before an eviction round",
                        kv->n_uncommitted);
     }
-    double mean_evicted = 0;
     dt_status status = DT_OK;
-    for (int32_t i = 0; i < kv->n_layers && status == DT_OK; i++) {
-        const dt_kv_layer_params *params = &kv->layers[i].params;
-        if (params->budget.policy != NULL && dt_kv_length(kv, i) > params->budget.max_cache_size) {
-            int64_t evicted = 0;
-            status = layer_round(kv, i, next_position, exact, &evicted, result, error);
-            result->n_rounds += evicted > 0;
-            mean_evicted += (double)evicted / params->n_lanes;
+    const double total = kv->total_cache_size;
+    if (total > 0 && shared_length(kv) > total) {
+        status = keep_shared(kv, next_position, exact ? total : floor(total - total / 16), error);
+    } else {
+        keep_own(kv, exact);
+    }
+    double mean_evicted = 0;
+    for (int32_t i = 0, index = 0; i < kv->n_layers && status == DT_OK; i++) {
+        const int32_t n_lanes = kv->layers[i].params.n_lanes;
+        int64_t evicted = 0;
+        for (int32_t j = 0; j < n_lanes && status == DT_OK; j++, index++) {
+            int32_t n = 0;
+            if (kv->layers[i].lanes[j].n_entries > kv->keep[index]) {
+                status = lane_round(kv, i, j, next_position, kv->keep[index], &n, result, error);
+            }
+            evicted += n;
         }
+        result->n_rounds += evicted > 0;
+        mean_evicted += (double)evicted / n_lanes;
     }
     result->n_evicted = (int64_t)llround(mean_evicted);
     return status;

@@ -7,8 +7,7 @@
  */
 #include "policy/policy.h"
 
-static void score(const dt_lane_view *view, float *out, void *scratch) {
-    (void)scratch;
+static void score(const dt_lane_view *view, float *out) {
     for (int32_t i = 0; i < view->n; i++) {
         out[i] = (float)view->position[i]; /* positions past 2^24 may round to equal scores: the younger one stays all the same */
     }

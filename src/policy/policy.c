@@ -10,16 +10,18 @@
 #include <math.h>
 #include <string.h>
 
-static const dt_policy *const policies[] = {&dt_policy_local_window, &dt_policy_importance_score};
+static const dt_policy *const policies[] = {&dt_policy_local_window, &dt_policy_importance_score, &dt_policy_reconstruct};
 
 const dt_policy *const *dt_policies(int32_t *n) {
     *n = (int32_t)(sizeof policies / sizeof policies[0]);
     return policies;
 }
 
-const dt_policy *dt_policy_find(const char *name) {
+const dt_policy *dt_policy_find(const char *name, const char *score_name) {
     for (size_t i = 0; i < sizeof policies / sizeof policies[0]; i++) {
-        if (strcmp(policies[i]->name, name) == 0) {
+        const char *score = policies[i]->score_name;
+        const bool same_score = score_name == NULL || (score != NULL && strcmp(score, score_name) == 0);
+        if (strcmp(policies[i]->name, name) == 0 && same_score) {
             return policies[i];
         }
     }
@@ -138,9 +140,17 @@ static uint64_t select_key(uint64_t *keys, int32_t n, int32_t k) {
 
 static size_t scores_bytes(int32_t n) { return DT_ROUND_UP((size_t)n * sizeof(float), (size_t)64); }
 
-size_t dt_policy_scratch_bytes(int32_t n) { return scores_bytes(n) + dt_policy_score_scratch_bytes(n); }
+size_t dt_policy_scratch_bytes(int32_t n) { return scores_bytes(n) + (size_t)n * sizeof(uint64_t); }
+
+int32_t dt_policy_recent_window(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep) {
+    const float beside_sinks = (float)DT_MAX((int64_t)n_keep - view->sink_tokens, 0);
+    return DT_MAX(view->recent_window, (int32_t)(beside_sinks * policy->recent_share));
+}
 
 int32_t dt_policy_choose(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep, int32_t *victims, void *scratch) {
+    dt_lane_view guarded = *view;
+    guarded.recent_window = dt_policy_recent_window(policy, view, n_keep);
+    view = &guarded;
     int32_t n_free = 0;
     for (int32_t i = 0; i < view->n; i++) {
         n_free += !dt_pinned(view, i);
@@ -150,8 +160,8 @@ int32_t dt_policy_choose(const dt_policy *policy, const dt_lane_view *view, int3
         return 0;
     }
     float *scores = scratch;
-    uint64_t *keys = (uint64_t *)((char *)scratch + scores_bytes(view->n)); /* the score's scratch, free again afterwards */
-    policy->score(view, scores, keys);
+    uint64_t *keys = (uint64_t *)((char *)scratch + scores_bytes(view->n));
+    policy->score(view, scores);
     int32_t n_keys = 0;
     for (int32_t i = 0; i < view->n; i++) {
         if (!dt_pinned(view, i)) {

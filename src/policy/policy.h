@@ -15,8 +15,17 @@ typedef struct dt_policy dt_policy;
 typedef struct dt_budget {
     const dt_policy *policy; /* NULL: keeps everything */
     int32_t max_cache_size, min_cache_size, sink_tokens, recent_window;
+    const int32_t
+        *lane_max; /* [lanes of the layer] where lanes differ, at most max_cache_size each; NULL: max_cache_size for all */
 } dt_budget;
 
+/* The budget of one lane: its own maximum in place of the layer's. */
+static inline dt_budget dt_budget_of_lane(const dt_budget *budget, int32_t lane) {
+    dt_budget own = *budget;
+    own.max_cache_size = budget->lane_max != NULL ? budget->lane_max[lane] : budget->max_cache_size;
+    own.lane_max = NULL;
+    return own;
+}
 /* Tokens a lane is left with after a round: max(min_cache_size, max - max/16), but always below max, so that a round frees
  * something even where min and max are equal. */
 int32_t dt_budget_low_water(const dt_budget *budget);
@@ -29,7 +38,8 @@ typedef struct dt_lane_view {
     const float *recent_mass; /* attention mass per query, a running mean over about the last DT_OBSERVE_WINDOW of them */
     const float *total_mass;  /* the same over many more: DT_TOTAL_HALF_LIFE */
     const float *value_norm;
-    int32_t next_position; /* that of the next token: the newest kept one is next_position - 1 */
+    const float *peak_mass; /* largest probability that any query gave it while the text was repeated; NULL without needs_peak */
+    int32_t next_position;  /* that of the next token: the newest kept one is next_position - 1 */
     int32_t sink_tokens, recent_window;
 } dt_lane_view;
 
@@ -42,16 +52,16 @@ bool dt_pinned(const dt_lane_view *view, int32_t entry);
 
 struct dt_policy {
     const char *name;
-    bool needs_mass; /* wants attention mass and value norms collected */
-    /* out[n]; scratch: dt_policy_score_scratch_bytes(n), 64-byte aligned. Reads nothing but the view. NaN counts as the lowest
-     * score. */
-    void (*score)(const dt_lane_view *view, float *out, void *scratch);
+    const char *score_name; /* among policies of one name; NULL where there is no choice */
+    bool needs_mass;        /* wants attention mass and value norms collected */
+    float recent_share;     /* of what a lane of fixed size keeps, this share is the newest, whatever their scores */
+    bool needs_peak;        /* wants the text repeated before a round, and peak_mass from that */
+    /* out[n]. Reads nothing but the view. NaN counts as the lowest score. */
+    void (*score)(const dt_lane_view *view, float *out);
 };
-/* What every policy's score may use as scratch: two rows of 64-bit words. */
-static inline size_t dt_policy_score_scratch_bytes(int32_t n) { return 2 * (size_t)n * sizeof(uint64_t); }
 
-/* NULL when there is none of that name. */
-const dt_policy *dt_policy_find(const char *name);
+/* NULL when there is none of that name. score_name: NULL = the name's first. */
+const dt_policy *dt_policy_find(const char *name, const char *score_name);
 const dt_policy *const *dt_policies(int32_t *n);
 
 /* Folds the attention mass of newly committed queries into a lane's running means. mass[n]: sum over `n_queries` query rows;
@@ -60,6 +70,8 @@ void dt_mass_fold(float *recent, float *total, const float *mass, int32_t n, int
 /* Weight of a decoded token's attention by how probable the token was when sampled, in (0, 1]. */
 float dt_query_weight(float probability);
 
+/* The recent window that holds when n_keep entries are to stay: the view's, or what the policy's recent_share asks for. */
+int32_t dt_policy_recent_window(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep);
 /* Bytes of scratch dt_policy_choose needs for n entries; to be 64-byte aligned. */
 size_t dt_policy_scratch_bytes(int32_t n);
 /* Chooses victims so that n_keep entries stay, or fewer victims where pins forbid it. victims[n]: their indices, ascending.
@@ -67,6 +79,6 @@ size_t dt_policy_scratch_bytes(int32_t n);
 int32_t dt_policy_choose(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep, int32_t *victims, void *scratch);
 
 /* The policies, one file each; use dt_policy_find. */
-extern const dt_policy dt_policy_local_window, dt_policy_importance_score;
+extern const dt_policy dt_policy_local_window, dt_policy_importance_score, dt_policy_reconstruct;
 
 #endif

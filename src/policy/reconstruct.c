@@ -1,0 +1,20 @@
+/*
+ * Policy importance_score with "score": "reconstruct": tokens stay by the most attention that any query gave them while the model
+ * said its text again (KVzip, Kim et al. 2025, arXiv 2505.23416; how that is done: engine/reconstruct.c).
+ *
+ * What is needed to repeat the text is what a question about it may need, whatever the question. The largest probability, not a sum:
+ * a token that one query depends on wholly is worth more than one that all glance at. Being probabilities, scores of different lanes
+ * compare, so that a shared budget finds the few lanes that look far back.
+ * Pure function of the view. Invariant: finite for all inputs; input that is not a finite positive number counts as 0.
+ */
+#include "policy/policy.h"
+
+static void score(const dt_lane_view *view, float *out) {
+    for (int32_t i = 0; i < view->n; i++) {
+        const float peak = view->peak_mass[i];
+        out[i] = dt_is_finite(peak) && peak > 0 ? peak : 0;
+    }
+}
+
+const dt_policy dt_policy_reconstruct = {
+    .name = "importance_score", .score_name = "reconstruct", .needs_peak = true, .score = score};
