@@ -471,6 +471,7 @@ static dt_status allocate_homes(loader *l) {
         if (!where->buffer) {
             return dt_fail_memory(l->error, where->bytes, "weights");
         }
+        dt_use_large_pages(ggml_backend_buffer_get_base(where->buffer), where->bytes);
         ggml_backend_buffer_set_usage(where->buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     return DT_OK;
