@@ -59,8 +59,12 @@ static void take_block(dt_gemm_format f, const uint8_t *from, super_block *to) {
         return;
     }
     take_nibbles(from + (f.bits == 5 ? 4 : 0), 16, to->values);
-    for (int32_t i = 0; f.bits == 5 && i < DT_GEMM_BLOCK; i++) {
-        to->values[i] |= (uint8_t)((from[i / 8] >> i % 8 & 1) << 4);
+    for (int32_t j = 0; f.bits == 5 && j < 8; j++) {
+        const uint32_t four = from[j / 2] >> j % 2 * 4 & 15, spread = (four * 0x00204081u & 0x01010101u) << 4; /* a bit per byte */
+        uint32_t values;
+        memcpy(&values, to->values + j * 4, 4);
+        values |= spread;
+        memcpy(to->values + j * 4, &values, 4);
     }
 }
 

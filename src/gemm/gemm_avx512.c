@@ -44,6 +44,10 @@ static void pack_block(const float *from, int32_t tile, int32_t t, void *to) {
 
 /* ---- product ---- */
 
+/* Of 32-bit lanes. An operator, since the intrinsic takes no parameter as a constant without optimization. */
+INLINE __m512i shift_left(__m512i x, int n) { return (__m512i)((__v16su)x << n); }
+INLINE __m512i shift_right(__m512i x, int n) { return (__m512i)((__v16su)x >> n); }
+
 /* The 8 quads of a block of 16 rows as unsigned bytes. */
 INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m512i q[8]) {
     if (f.bits == 8) {
@@ -62,8 +66,9 @@ INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m512i q
         UNROLL for (int j = 0; j < 8; j++) {
             const __m512i piece = _mm512_loadu_si512(block + 256 + j / per_piece * 64);
             const int at = j % per_piece * n; /* its bits there are bits 4 and up of the weight */
-            const __m512i moved = at < 4 ? piece << (4 - at) : piece >> (at - 4); /* what crosses bytes is masked out */
-            q[j] = _mm512_ternarylogic_epi32(q[j], moved, mask, 0xF8);            /* q | (moved & mask) */
+            const __m512i moved =
+                at < 4 ? shift_left(piece, 4 - at) : shift_right(piece, at - 4); /* what crosses bytes is masked out */
+            q[j] = _mm512_ternarylogic_epi32(q[j], moved, mask, 0xF8);           /* q | (moved & mask) */
         }
     }
     if (f.is_lookup) {
@@ -83,16 +88,18 @@ typedef struct block_scales {
     __m512 halves[2]; /* n_scales == 2: of the first and the last 16 inputs, besides `scale` */
 } block_scales;
 
-INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *bytes, __m512 scale, __m512 minimum) {
-    block_scales s = {scale, minimum, {scale, scale}};
+/* header, bytes: the super-block's scales and the block's. */
+INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *header, const uint8_t *bytes) {
+    block_scales s = {.scale = load_halves(header)};
+    s.minimum = f.has_minimum ? load_halves(header + 32) : s.scale;
     if (f.n_scales == 1) {
-        s.scale = _mm512_mul_ps(scale, load_bytes(bytes));
+        s.scale = _mm512_mul_ps(s.scale, load_bytes(bytes));
     } else if (f.n_scales == 2) {
         s.halves[0] = load_bytes(bytes);
         s.halves[1] = load_bytes(bytes + DT_GEMM_ROWS);
     }
     if (f.n_scales > 0 && f.has_minimum) {
-        s.minimum = _mm512_mul_ps(minimum, load_bytes(bytes + f.n_scales * DT_GEMM_ROWS));
+        s.minimum = _mm512_mul_ps(s.minimum, load_bytes(bytes + f.n_scales * DT_GEMM_ROWS));
     }
     return s;
 }
@@ -104,10 +111,13 @@ INLINE __m512 add_block(const dt_gemm_format f, const __m512i q[8], const block_
     const int32_t *quads = (const int32_t *)inputs + t;
     __m512i first = _mm512_setzero_si512(), last = first;
     if (f.offset != 0) {
-        const __m512i totals = _mm512_set1_epi32(((const int32_t *)dt_gemm_totals((void *)inputs, tile))[t]);
-        const int of_first = -f.offset & 0xFFFF, of_last = -f.offset * 0x10000;
-        first = _mm512_madd_epi16(totals, _mm512_set1_epi32(f.n_scales == 2 ? of_first : of_first | of_last));
-        last = f.n_scales == 2 ? _mm512_madd_epi16(totals, _mm512_set1_epi32(of_last)) : last;
+        const int32_t *negated = dt_gemm_negated((void *)inputs, tile) + t;
+        first = shift_left(_mm512_set1_epi32(negated[tile]), __builtin_ctz((unsigned)f.offset));
+        if (f.n_scales == 2) {
+            const __m512i all = first;
+            first = shift_left(_mm512_set1_epi32(negated[0]), __builtin_ctz((unsigned)f.offset));
+            last = _mm512_sub_epi32(all, first);
+        }
     }
     UNROLL for (int j = 0; j < 4; j++) {
         first = _mm512_dpbusd_epi32(first, q[j], _mm512_set1_epi32(quads[j * tile]));
@@ -123,21 +133,21 @@ INLINE __m512 add_block(const dt_gemm_format f, const __m512i q[8], const block_
 /* One group of rows times one tile of tokens. */
 INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, const int tile, float *y,
                        size_t stride) {
-    const size_t block_bytes = dt_gemm_block_bytes(f), super_bytes = dt_gemm_header_bytes(f) + (size_t)f.n_blocks * block_bytes;
+    const size_t block_bytes = dt_gemm_block_bytes(f);
     __m512 sum[DT_GEMM_TILE];
     UNROLL for (int t = 0; t < tile; t++) { sum[t] = _mm512_setzero_ps(); }
     for (int32_t left = n_blocks; left > 0; left -= f.n_blocks) {
-        const __m512 scale = load_halves(group), minimum = f.has_minimum ? load_halves(group + 32) : _mm512_setzero_ps();
-        if (tile == 1) { /* one token: the weights come from memory */
-            for (size_t line = 0; line < super_bytes; line += 64) {
-                _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
-            }
-        }
+        const uint8_t *header = group;
         group += dt_gemm_header_bytes(f);
         for (int32_t b = 0; b < f.n_blocks; b++) {
+            if (tile == 1) { /* one token: the weights come from memory */
+                for (size_t line = 0; line < block_bytes; line += 64) {
+                    _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
+                }
+            }
             __m512i q[8];
             load_weights(f, group, q);
-            const block_scales scales = load_scales(f, group + dt_gemm_quant_bytes(f), scale, minimum);
+            const block_scales scales = load_scales(f, header, group + dt_gemm_quant_bytes(f));
             UNROLL for (int t = 0; t < tile; t++) { sum[t] = add_block(f, q, &scales, inputs, tile, t, sum[t]); }
             group += block_bytes;
             inputs += (size_t)tile * DT_GEMM_TOKEN_BYTES;

@@ -11,8 +11,8 @@
  *     scales    int8 [n_scales][16]  that multiply the super-block's: one per block, or one for each 16 inputs
  *     minimums  int8 [16]            that multiply the super-block's, where there are scales and minimums
  * Packed activations: tiles of 16, 8, 4, 2 or 1 tokens (T), for each block
- *   quants int8 [8 quads][T][4],  scale float [T],  totals int16 [T][2] = sums of the first and last 16 quants,
- *   sum float [T] = scale * sum of the quants
+ *   quants int8 [8 quads][T][4],  scale float [T],  sum float [T] = scale * sum of the quants,
+ *   negated int32 [2][T] = minus the sum of the first 16 quants, and of all
  *
  * Invariant: formats are constants where they are used (INLINE functions called with a constant type), so no branch on them is left.
  */
@@ -67,19 +67,19 @@ static inline int32_t dt_gemm_tile(int32_t n) {
     return tile;
 }
 /* Bytes that one token takes per block in packed activations, whatever the tile. */
-#define DT_GEMM_TOKEN_BYTES ((size_t)DT_GEMM_BLOCK + 12)
+#define DT_GEMM_TOKEN_BYTES ((size_t)DT_GEMM_BLOCK + 16)
 
-/* Where scales, totals and sums of a packed block of a tile lie. */
+/* Where scales, sums and negated totals of a packed block of a tile lie. */
 static inline float *dt_gemm_scales(void *block, int32_t tile) { return (float *)((char *)block + (size_t)tile * DT_GEMM_BLOCK); }
-static inline int16_t *dt_gemm_totals(void *block, int32_t tile) { return (int16_t *)(dt_gemm_scales(block, tile) + tile); }
-static inline float *dt_gemm_sums(void *block, int32_t tile) { return dt_gemm_scales(block, tile) + 2 * tile; }
+static inline float *dt_gemm_sums(void *block, int32_t tile) { return dt_gemm_scales(block, tile) + tile; }
+static inline int32_t *dt_gemm_negated(void *block, int32_t tile) { return (int32_t *)(dt_gemm_scales(block, tile) + 2 * tile); }
 
 /* What is known of token t of a packed block besides its quants; totals of the first and last 16 of them. */
 static inline void dt_gemm_put_scale(void *block, int32_t tile, int32_t t, float scale, int32_t first, int32_t last) {
     dt_gemm_scales(block, tile)[t] = scale;
-    dt_gemm_totals(block, tile)[2 * t] = (int16_t)first;
-    dt_gemm_totals(block, tile)[2 * t + 1] = (int16_t)last;
     dt_gemm_sums(block, tile)[t] = scale * (float)(first + last);
+    dt_gemm_negated(block, tile)[t] = -first;
+    dt_gemm_negated(block, tile)[tile + t] = -first - last;
 }
 
 /* Packs 32 inputs of token t of a tile. */
