@@ -7,6 +7,7 @@
 #include "support/compare.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,6 +15,8 @@
 
 /* How a test fills the weights: quantized random numbers; random bytes; one byte everywhere. */
 enum { QUANTIZED = -2, RANDOM_BYTES = -1 };
+
+#define MAX_THREADS 5
 
 #define OF_TYPE(name) [DT_GEMM_##name] = GGML_TYPE_##name,
 static const enum ggml_type ggml_types[] = {DT_GEMM_TYPES(OF_TYPE)};
@@ -83,14 +86,43 @@ static void free_product(product *p) {
     free(p->inputs);
 }
 
-static void compute(const dt_gemm_kernel *kernel, product *p, int32_t n_threads) {
-    memset(p->inputs, 0xFF, dt_gemm_input_bytes(p->n_in, p->n_tokens));
-    memset(p->y, 0xFF, (size_t)p->n_out * (size_t)p->n_tokens * sizeof(float)); /* NaN */
+typedef struct worker {
+    pthread_t thread;
+    const dt_gemm_kernel *kernel;
+    product *p;
+    int32_t ith, nth;
+} worker;
+
+static void *pack(void *user) {
+    const worker *w = user;
+    w->kernel->pack_inputs(w->p->x, (size_t)w->p->n_in, w->p->n_in, w->p->n_tokens, w->p->inputs, w->ith, w->nth);
+    return NULL;
+}
+
+static void *multiply(void *user) {
+    const worker *w = user;
+    w->kernel->multiply(&w->p->matrix, w->p->inputs, w->p->n_tokens, w->p->y, (size_t)w->p->n_out, w->ith, w->nth);
+    return NULL;
+}
+
+static void run(void *(*step)(void *), const dt_gemm_kernel *kernel, product *p, int32_t n_threads) {
+    worker workers[MAX_THREADS];
     for (int32_t i = 0; i < n_threads; i++) {
-        kernel->pack_inputs(p->x, (size_t)p->n_in, p->n_in, p->n_tokens, p->inputs, i, n_threads);
+        workers[i] = (worker){.kernel = kernel, .p = p, .ith = i, .nth = n_threads};
+        assert_int_equal(pthread_create(&workers[i].thread, NULL, step, &workers[i]), 0);
     }
     for (int32_t i = 0; i < n_threads; i++) {
-        kernel->multiply(&p->matrix, p->inputs, p->n_tokens, p->y, (size_t)p->n_out, i, n_threads);
+        pthread_join(workers[i].thread, NULL);
+    }
+}
+
+/* Two products with the same packed inputs, as those of query and key: nothing may be left over from the first. */
+static void compute(const dt_gemm_kernel *kernel, product *p, int32_t n_threads) {
+    memset(p->inputs, 0xFF, dt_gemm_input_bytes(p->n_in, p->n_tokens));
+    run(pack, kernel, p, n_threads);
+    for (int i = 0; i < 2; i++) {
+        memset(p->y, 0xFF, (size_t)p->n_out * (size_t)p->n_tokens * sizeof(float)); /* NaN */
+        run(multiply, kernel, p, n_threads);
     }
 }
 
@@ -150,7 +182,7 @@ static void compare_with_reference(const dt_gemm_kernel *kernel, product *p) {
     float *want = malloc(bytes);
     memcpy(want, p->y, bytes);
     assert_true(all_finite(want, bytes / sizeof(float)));
-    for (int32_t threads = 1; threads <= 5; threads++) {
+    for (int32_t threads = 1; threads <= MAX_THREADS; threads++) {
         compute(kernel, p, threads);
         assert_memory_equal(p->y, want, bytes);
     }

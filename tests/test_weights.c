@@ -294,7 +294,7 @@ static void test_packed_matrices(void **state) {
                                            GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ4_XS};
     float *x = malloc(N_TOKENS * IN * sizeof *x), *want = malloc(N_TOKENS * OUT * sizeof *want);
     float *y = malloc(N_TOKENS * OUT * sizeof *y);
-    void *inputs = malloc(dt_gemm_input_bytes(IN, N_TOKENS));
+    void *inputs = aligned_alloc(64, DT_ROUND_UP(dt_gemm_input_bytes(IN, N_TOKENS), (size_t)64));
     for (int64_t i = 0; i < N_TOKENS * IN; i++) {
         x[i] = sinf((float)i * 0.37f);
     }

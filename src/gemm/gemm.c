@@ -22,7 +22,7 @@ size_t dt_gemm_matrix_bytes(dt_gemm_type type, int32_t n_in, int32_t n_out) {
 }
 
 size_t dt_gemm_input_bytes(int32_t n_in, int32_t n_tokens) {
-    return (size_t)n_tokens * (size_t)(n_in / DT_GEMM_BLOCK) * DT_GEMM_TOKEN_BYTES;
+    return DT_GEMM_COUNTER_BYTES + (size_t)n_tokens * (size_t)(n_in / DT_GEMM_BLOCK) * DT_GEMM_TOKEN_BYTES;
 }
 
 /* ---- packing: from ggml's layout to plain numbers, from those to ours ---- */

@@ -12,7 +12,7 @@
  *
  * Inputs that are not finite make their block's scale NaN, and so the results: rounding must not hide that something overflowed.
  *
- * Calling: pack_inputs by all threads, a barrier, multiply by all threads. The layouts are in gemm_kernel.h.
+ * Calling: pack_inputs by all threads, a barrier, multiply by all threads, a barrier, another multiply or pack_inputs. The layouts are in gemm_kernel.h.
  */
 #ifndef DT_GEMM_H
 #define DT_GEMM_H
@@ -31,7 +31,7 @@ typedef enum dt_gemm_type { DT_GEMM_TYPES(DT_GEMM_ENUM) DT_GEMM_N_TYPES } dt_gem
 typedef struct dt_gemm_matrix {
     dt_gemm_type type;
     int32_t n_in, n_out; /* multiples of 32 (of 256 for K types and IQ4_XS) and of 16 */
-    const void *packed;  /* 64-byte aligned */
+    const void *packed;
 } dt_gemm_matrix;
 
 typedef struct dt_gemm_kernel {
@@ -39,9 +39,8 @@ typedef struct dt_gemm_kernel {
     bool (*supported)(void);
     /* x: [n_tokens][n_in], stride in floats. Every thread packs some tiles. */
     void (*pack_inputs)(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith, int32_t nth);
-    /* y: [n_tokens][n_out], stride in floats. Every thread computes some rows. */
-    void (*multiply)(const dt_gemm_matrix *w, const void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith,
-                     int32_t nth);
+    /* y: [n_tokens][n_out], stride in floats. Every thread computes some rows; `packed` counts what is given out. */
+    void (*multiply)(const dt_gemm_matrix *w, void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith, int32_t nth);
 } dt_gemm_kernel;
 
 /* The fastest kernel this machine supports, or NULL: then ggml's own products are the better choice. */

@@ -10,7 +10,7 @@
  *               5th bit: 64 bytes, bit j quad j; 5th and 6th: 2 x 64 bytes, bits 2k and 2k+1 of piece v quad 4v + k
  *     scales    int8 [n_scales][16]  that multiply the super-block's: one per block, or one for each 16 inputs
  *     minimums  int8 [16]            that multiply the super-block's, where there are scales and minimums
- * Packed activations: tiles of 16, 8, 4, 2 or 1 tokens (T), for each block
+ * Packed activations: the counters by which threads share out rows, then tiles of 16, 8, 4, 2 or 1 tokens (T), for each block
  *   quants int8 [8 quads][T][4],  scale float [T],  sum float [T] = scale * sum of the quants,
  *   negated int32 [2][T] = minus the sum of the first 16 quants, and of all
  *
@@ -82,6 +82,16 @@ static inline void dt_gemm_put_scale(void *block, int32_t tile, int32_t t, float
     dt_gemm_negated(block, tile)[tile + t] = -first - last;
 }
 
+/* The rows of a product are as many ranges as there are threads, up to this. */
+#define DT_GEMM_RANGES 16
+#define DT_GEMM_CHUNKS 32 /* about, of a range: what is given out at once */
+/* How many chunks of a range were given out; 0 between products. A cache line each. */
+typedef struct dt_gemm_counter {
+    atomic_int taken;
+    char rest[60];
+} dt_gemm_counter;
+#define DT_GEMM_COUNTER_BYTES (DT_GEMM_RANGES * sizeof(dt_gemm_counter))
+
 /* Packs 32 inputs of token t of a tile. */
 typedef void (*dt_gemm_pack_block_fn)(const float *from, int32_t tile, int32_t t, void *to);
 
@@ -89,6 +99,10 @@ typedef void (*dt_gemm_pack_block_fn)(const float *from, int32_t tile, int32_t t
 static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const float *x, size_t stride, int32_t n_in, int32_t n_tokens,
                                     void *packed, int32_t ith, int32_t nth) {
     const int32_t n_blocks = n_in / DT_GEMM_BLOCK;
+    char *tiles = (char *)packed + DT_GEMM_COUNTER_BYTES;
+    for (int32_t i = 0; ith == 0 && i < DT_GEMM_RANGES; i++) {
+        atomic_init(&((dt_gemm_counter *)packed)[i].taken, 0);
+    }
     for (int32_t first = 0, tile; first < n_tokens; first += tile) {
         tile = dt_gemm_tile(n_tokens - first);
         const bool whole = n_tokens > 1;
@@ -97,7 +111,7 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const floa
         }
         const int32_t begin = whole ? 0 : n_blocks * ith / nth, end = whole ? n_blocks : n_blocks * (ith + 1) / nth;
         for (int32_t b = begin; b < end; b++) {
-            char *to = (char *)packed + ((size_t)first * (size_t)n_blocks + (size_t)b * (size_t)tile) * DT_GEMM_TOKEN_BYTES;
+            char *to = tiles + ((size_t)first * (size_t)n_blocks + (size_t)b * (size_t)tile) * DT_GEMM_TOKEN_BYTES;
             for (int32_t t = 0; t < tile; t++) {
                 pack_block(x + (size_t)(first + t) * stride + (size_t)b * DT_GEMM_BLOCK, tile, t, to);
             }
@@ -109,14 +123,27 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const floa
 typedef void (*dt_gemm_group_fn)(const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens, float *y,
                                  size_t stride);
 
-/* multiply for a kernel's group function. A thread's rows are one run: it reads its weights from end to end. */
-static inline void dt_gemm_multiply_groups(dt_gemm_group_fn group_fn, const dt_gemm_matrix *w, const void *packed, int32_t n_tokens,
+/* multiply for a kernel's group function. A thread reads the weights of its range from end to end, and then helps with what is left of
+ * the others': cores differ in speed, and in what else they have to do. The last thread to find nothing left in a range resets it. */
+static inline void dt_gemm_multiply_groups(dt_gemm_group_fn group_fn, const dt_gemm_matrix *w, void *packed, int32_t n_tokens,
                                            float *y, size_t stride, int32_t ith, int32_t nth) {
-    const int64_t n_groups = w->n_out / DT_GEMM_ROWS;
-    const int32_t n_blocks = w->n_in / DT_GEMM_BLOCK;
     const size_t group_bytes = dt_gemm_group_bytes(dt_gemm_formats[w->type], w->n_in);
-    for (int64_t g = n_groups * ith / nth; g < n_groups * (ith + 1) / nth; g++) {
-        group_fn((const uint8_t *)w->packed + (size_t)g * group_bytes, n_blocks, packed, n_tokens, y + g * DT_GEMM_ROWS, stride);
+    const int64_t n_groups = w->n_out / DT_GEMM_ROWS, n_ranges = DT_MIN(nth, DT_GEMM_RANGES);
+    const int64_t chunk = DT_MAX(1, n_groups / (n_ranges * DT_GEMM_CHUNKS));
+    for (int64_t i = 0; i < n_ranges; i++) {
+        const int64_t range = (ith + i) % n_ranges, begin = n_groups * range / n_ranges, end = n_groups * (range + 1) / n_ranges;
+        const int64_t n_chunks = (end - begin + chunk - 1) / chunk;
+        atomic_int *taken = &((dt_gemm_counter *)packed)[range].taken;
+        int64_t at;
+        while ((at = atomic_fetch_add(taken, 1)) < n_chunks) {
+            for (int64_t g = begin + at * chunk; g < DT_MIN(begin + (at + 1) * chunk, end); g++) {
+                group_fn((const uint8_t *)w->packed + (size_t)g * group_bytes, w->n_in / DT_GEMM_BLOCK,
+                         (const char *)packed + DT_GEMM_COUNTER_BYTES, n_tokens, y + g * DT_GEMM_ROWS, stride);
+            }
+        }
+        if (at == n_chunks + nth - 1) {
+            atomic_store(taken, 0);
+        }
     }
 }
 
@@ -133,7 +160,7 @@ static inline void dt_gemm_multiply_groups(dt_gemm_group_fn group_fn, const dt_g
                             int32_t nth) {                                                                                         \
         dt_gemm_pack_all(pack_block, x, stride, n_in, n_tokens, packed, ith, nth);                                                 \
     }                                                                                                                              \
-    static void multiply(const dt_gemm_matrix *w, const void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith,      \
+    static void multiply(const dt_gemm_matrix *w, void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith,            \
                          int32_t nth) {                                                                                            \
         static const dt_gemm_group_fn by_type[] = {DT_GEMM_TYPES(DT_GEMM_GROUPS_ENTRY)};                                           \
         dt_gemm_multiply_groups(by_type[w->type], w, packed, n_tokens, y, stride, ith, nth);                                       \
