@@ -120,9 +120,10 @@ static void test_weight_types(void **state) {
     static const struct {
         const char *name;
         enum ggml_type type;
-    } types[] = {{"F32", GGML_TYPE_F32},   {"F16", GGML_TYPE_F16},   {"BF16", GGML_TYPE_BF16},
-                 {"Q4_0", GGML_TYPE_Q4_0}, {"Q4_1", GGML_TYPE_Q4_1}, {"Q5_0", GGML_TYPE_Q5_0},
-                 {"Q8_0", GGML_TYPE_Q8_0}, {"Q4_K", GGML_TYPE_Q4_K}, {"Q6_K", GGML_TYPE_Q6_K}};
+    } types[] = {{"F32", GGML_TYPE_F32},       {"F16", GGML_TYPE_F16},   {"BF16", GGML_TYPE_BF16}, {"Q4_0", GGML_TYPE_Q4_0},
+                 {"Q4_1", GGML_TYPE_Q4_1},     {"Q5_0", GGML_TYPE_Q5_0}, {"Q5_1", GGML_TYPE_Q5_1}, {"Q8_0", GGML_TYPE_Q8_0},
+                 {"IQ4_NL", GGML_TYPE_IQ4_NL}, {"Q4_K", GGML_TYPE_Q4_K}, {"Q5_K", GGML_TYPE_Q5_K}, {"Q6_K", GGML_TYPE_Q6_K},
+                 {"IQ4_XS", GGML_TYPE_IQ4_XS}};
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         for (int tied = 0; tied < 2; tied++) {
             tiny_model_params p = base_params();

@@ -77,7 +77,7 @@ static void assert_computes(const tiny_model_params *m, const char *what) {
 static void test_generator_types(void **state) {
     (void)state;
     static const enum ggml_type types[] = {GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,
-                                           GGML_TYPE_Q5_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K};
+                                           GGML_TYPE_Q5_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K};
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         tiny_model_params m = tiny_model_default_params();
         m.type = types[i];
@@ -153,8 +153,10 @@ static dt_weight_request request_of(const char *name, dt_weight_use use, int64_t
     return r;
 }
 
-/* Loads the generator's model of one layer from `path`: some tensors into l, the rest to satisfy the loader. */
-static dt_status load(const tiny_model_params *m, const dt_model_params *params, loaded *l, dt_error *error) {
+/* Loads the generator's model of one layer from `path`: some tensors into l, the rest to satisfy the loader. `down`, where not NULL,
+ * asks for blk.0.ffn_down in our own layout. */
+static dt_status load_packed(const tiny_model_params *m, const dt_model_params *params, loaded *l, dt_gemm_matrix *down,
+                             dt_error *error) {
     static struct ggml_tensor *others[16];
     const int64_t e = m->n_embd, f = m->n_ff, q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim, v = m->n_vocab;
     dt_weight_request requests[] = {
@@ -172,6 +174,7 @@ static dt_status load(const tiny_model_params *m, const dt_model_params *params,
         request_of("blk.0.ffn_gate.weight", DT_USE_MATMUL, e, f, &others[6]),
         request_of("blk.0.ffn_up.weight", DT_USE_MATMUL, e, f, &others[7]),
     };
+    requests[3].packed = down;
     requests[4].required = false;
     char first[512];
     tiny_model_part_path(m, path, 0, first, sizeof first);
@@ -182,6 +185,10 @@ static dt_status load(const tiny_model_params *m, const dt_model_params *params,
             dt_weights_load(l->gguf, cpu(), params, requests, (int32_t)(sizeof requests / sizeof requests[0]), &l->weights, error);
     }
     return status;
+}
+
+static dt_status load(const tiny_model_params *m, const dt_model_params *params, loaded *l, dt_error *error) {
+    return load_packed(m, params, l, NULL, error);
 }
 
 static void unload(loaded *l) {
@@ -275,6 +282,53 @@ static void test_placements_agree(void **state) {
             unlink(part_path);
         }
     }
+}
+
+/* A matrix in our own layout: described as what the file holds, and its product is that of the file's layout. */
+static void test_packed_matrices(void **state) {
+    (void)state;
+    enum { IN = 512, OUT = 256, N_TOKENS = 5 };
+    const dt_gemm_kernel *kernel = dt_gemm_kernel_auto();
+    static const enum ggml_type types[] = {GGML_TYPE_F32,  GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,   GGML_TYPE_Q5_0,
+                                           GGML_TYPE_Q5_1, GGML_TYPE_Q8_0, GGML_TYPE_IQ4_NL, GGML_TYPE_Q4_K,
+                                           GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ4_XS};
+    float *x = malloc(N_TOKENS * IN * sizeof *x), *want = malloc(N_TOKENS * OUT * sizeof *want);
+    float *y = malloc(N_TOKENS * OUT * sizeof *y);
+    void *inputs = aligned_alloc(64, DT_ROUND_UP(dt_gemm_input_bytes(IN, N_TOKENS), (size_t)64));
+    for (int64_t i = 0; i < N_TOKENS * IN; i++) {
+        x[i] = sinf((float)i * 0.37f);
+    }
+    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
+        const tiny_model_params m = one_layer(types[i]);
+        const dt_model_params plain = {.no_extra_buffers = true};
+        loaded file, fast;
+        dt_gemm_matrix matrix;
+        dt_error error = {0};
+        assert_true(tiny_model_write(&m, path));
+        assert_int_equal(load_packed(&m, &plain, &file, &matrix, &error), DT_OK);
+        assert_int_equal(matrix.n_out, 0);
+        assert_int_equal(load_packed(&m, NULL, &fast, &matrix, &error), DT_OK);
+        if (types[i] == GGML_TYPE_F32 || !kernel || strcmp(ggml_backend_buffer_name(fast.down->buffer), "AMX") == 0) {
+            assert_int_equal(matrix.n_out, 0);
+        } else {
+            assert_int_equal(matrix.n_in, IN);
+            assert_int_equal(matrix.n_out, OUT);
+            assert_ptr_equal(matrix.packed, fast.down->data);
+            kernel->pack_inputs(x, IN, IN, N_TOKENS, inputs, 0, 1);
+            kernel->multiply(&matrix, inputs, N_TOKENS, y, OUT, 0, 1);
+            multiply(file.down, x, N_TOKENS, want);
+            assert_true(all_finite(y, N_TOKENS * OUT));
+            for (int64_t at = 0; at < N_TOKENS * OUT; at++) {
+                assert_true(fabsf(y[at] - want[at]) <= 0.05f);
+            }
+        }
+        unload(&file);
+        unload(&fast);
+    }
+    free(x);
+    free(want);
+    free(y);
+    free(inputs);
 }
 
 /* On a CPU with fast layouts for Q4_0 (any with AVX2 or dot products) they are used, and tied embeddings then exist twice. */
@@ -427,6 +481,7 @@ int main(void) {
         cmocka_unit_test(test_generator_forms),
         cmocka_unit_test(test_generator_repeats_itself),
         cmocka_unit_test(test_placements_agree),
+        cmocka_unit_test(test_packed_matrices),
         cmocka_unit_test(test_fast_layouts_are_used),
         cmocka_unit_test(test_half_precision_norms),
         cmocka_unit_test(test_refusals),

@@ -49,6 +49,10 @@ int64_t dt_clock_us(void);
 /* Physical cores this process may run on (at least 1). */
 int32_t dt_physical_cores(void);
 
+/* Asks the system to back the whole pages of this memory, not yet written, with large ones: what is read from end to end for every
+ * token is then read at up to twice the speed where memory is scattered. A wish: nothing depends on it. */
+void dt_use_large_pages(void *memory, size_t bytes);
+
 /* IEEE half <-> float, round to nearest even, scalar. */
 float dt_f16_to_f32(uint16_t half);
 uint16_t dt_f32_to_f16(float value);

@@ -1,11 +1,11 @@
 /*
- * What is asked of the machine: the time, and how many cores are worth a thread.
+ * What is asked of the machine: the time, how many cores are worth a thread, large pages.
  *
  * Two hyperthreads of a core share its vector units and gain nothing from a second thread, so cores are counted, not threads; and
  * only those this process may use: its affinity mask, and a container's CPU quota (threads beyond a quota are stopped by the
  * kernel in the middle of a barrier). Whatever cannot be read counts as no restriction.
  */
-#define _GNU_SOURCE /* sched_getaffinity, CPU_SET */
+#define _GNU_SOURCE /* sched_getaffinity, CPU_SET, madvise */
 #include "base/base.h"
 
 #include <stdio.h>
@@ -13,6 +13,7 @@
 #include <unistd.h>
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/mman.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -21,6 +22,19 @@ int64_t dt_clock_us(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+void dt_use_large_pages(void *memory, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t begin = DT_ROUND_UP((uintptr_t)memory, page), end = ((uintptr_t)memory + bytes) / page * page;
+    if (begin < end) {
+        madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+    }
+#else
+    (void)memory;
+    (void)bytes;
+#endif
 }
 
 #if defined(__linux__)

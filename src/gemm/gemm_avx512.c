@@ -5,7 +5,7 @@
  * A tile of T tokens times 16 rows is held in T registers over the whole length of the rows; a block of weights is unpacked once for
  * the tile. Invariant: the operations per row and token are the same for every T, so results are bitwise equal.
  */
-#include "gemm/gemm.h"
+#include "gemm/gemm_kernel.h"
 
 #include <immintrin.h>
 #include <math.h>
@@ -33,27 +33,24 @@ static void pack_block(const float *from, int32_t tile, int32_t t, void *to) {
     const float scale = finite ? largest / 127.0f : NAN, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, _mm512_set1_ps(inverse)));
     const __m512i qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, _mm512_set1_ps(inverse)));
-    const int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
     int32_t quads[8];
     _mm_storeu_si128((__m128i *)quads, _mm512_cvtsepi32_epi8(qa));
     _mm_storeu_si128((__m128i *)(quads + 4), _mm512_cvtsepi32_epi8(qb));
     for (int32_t j = 0; j < 8; j++) {
         ((int32_t *)to)[j * tile + t] = quads[j];
     }
-    dt_gemm_scales(to, tile)[t] = scale;
-    dt_gemm_totals(to, tile)[t] = total;
-    dt_gemm_sums(to, tile)[t] = scale * (float)total;
-}
-
-static void pack_inputs(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith, int32_t nth) {
-    dt_gemm_pack_all(pack_block, x, stride, n_in, n_tokens, packed, ith, nth);
+    dt_gemm_put_scale(to, tile, t, scale, _mm512_reduce_add_epi32(qa), _mm512_reduce_add_epi32(qb));
 }
 
 /* ---- product ---- */
 
+/* Of 32-bit lanes. An operator, since the intrinsic takes no parameter as a constant without optimization. */
+INLINE __m512i shift_left(__m512i x, int n) { return (__m512i)((__v16su)x << n); }
+INLINE __m512i shift_right(__m512i x, int n) { return (__m512i)((__v16su)x >> n); }
+
 /* The 8 quads of a block of 16 rows as unsigned bytes. */
-INLINE void load_weights(dt_gemm_type type, const uint8_t *block, __m512i q[8]) {
-    if (type == DT_GEMM_Q8_0) {
+INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m512i q[8]) {
+    if (f.bits == 8) {
         UNROLL for (int j = 0; j < 8; j++) { q[j] = _mm512_loadu_si512(block + j * 64); }
         return;
     }
@@ -63,96 +60,128 @@ INLINE void load_weights(dt_gemm_type type, const uint8_t *block, __m512i q[8]) 
         q[j] = _mm512_and_si512(both, low);
         q[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
     }
+    if (f.bits > 4) {
+        const int n = f.bits - 4, per_piece = 8 / n;
+        const __m512i mask = _mm512_set1_epi8((char)(((1 << n) - 1) << 4));
+        UNROLL for (int j = 0; j < 8; j++) {
+            const __m512i piece = _mm512_loadu_si512(block + 256 + j / per_piece * 64);
+            const int at = j % per_piece * n; /* its bits there are bits 4 and up of the weight */
+            const __m512i moved =
+                at < 4 ? shift_left(piece, 4 - at) : shift_right(piece, at - 4); /* what crosses bytes is masked out */
+            q[j] = _mm512_ternarylogic_epi32(q[j], moved, mask, 0xF8);           /* q | (moved & mask) */
+        }
+    }
+    if (f.is_lookup) {
+        const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)dt_gemm_values));
+        UNROLL for (int j = 0; j < 8; j++) { q[j] = _mm512_shuffle_epi8(values, q[j]); }
+    }
 }
 
-/* What the products of unsigned weights are too large by: the offset of the weights times the sum of the inputs. */
-INLINE __m512i excess(dt_gemm_type type, int32_t total) {
-    return _mm512_slli_epi32(_mm512_set1_epi32(total), type == DT_GEMM_Q8_0 ? 7 : 3);
+INLINE __m512 load_halves(const uint8_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+INLINE __m512 load_bytes(const uint8_t *from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+
+/* What the sums of a block of 16 rows are multiplied with. */
+typedef struct block_scales {
+    __m512 scale, minimum;
+    __m512 halves[2]; /* n_scales == 2: of the first and the last 16 inputs, besides `scale` */
+} block_scales;
+
+/* header, bytes: the super-block's scales and the block's. */
+INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *header, const uint8_t *bytes) {
+    block_scales s = {.scale = load_halves(header)};
+    s.minimum = f.has_minimum ? load_halves(header + 32) : s.scale;
+    if (f.n_scales == 1) {
+        s.scale = _mm512_mul_ps(s.scale, load_bytes(bytes));
+    } else if (f.n_scales == 2) {
+        s.halves[0] = load_bytes(bytes);
+        s.halves[1] = load_bytes(bytes + DT_GEMM_ROWS);
+    }
+    if (f.n_scales > 0 && f.has_minimum) {
+        s.minimum = _mm512_mul_ps(s.minimum, load_bytes(bytes + f.n_scales * DT_GEMM_ROWS));
+    }
+    return s;
+}
+
+/* Adds the product of a block with token t of a tile to y. The sums of the first and of the last 16 inputs begin with what they will
+ * be too large by, because the weights are unsigned. */
+INLINE __m512 add_block(const dt_gemm_format f, const __m512i q[8], const block_scales *s, const char *inputs, const int tile,
+                        int t, __m512 y) {
+    const int32_t *quads = (const int32_t *)inputs + t;
+    __m512i first = _mm512_setzero_si512(), last = first;
+    if (f.offset != 0) {
+        const int32_t *negated = dt_gemm_negated((void *)inputs, tile) + t;
+        first = shift_left(_mm512_set1_epi32(negated[tile]), __builtin_ctz((unsigned)f.offset));
+        if (f.n_scales == 2) {
+            const __m512i all = first;
+            first = shift_left(_mm512_set1_epi32(negated[0]), __builtin_ctz((unsigned)f.offset));
+            last = _mm512_sub_epi32(all, first);
+        }
+    }
+    UNROLL for (int j = 0; j < 4; j++) {
+        first = _mm512_dpbusd_epi32(first, q[j], _mm512_set1_epi32(quads[j * tile]));
+        last = _mm512_dpbusd_epi32(last, q[j + 4], _mm512_set1_epi32(quads[(j + 4) * tile]));
+    }
+    const __m512 product = f.n_scales == 2 ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(last), s->halves[1],
+                                                             _mm512_mul_ps(_mm512_cvtepi32_ps(first), s->halves[0]))
+                                           : _mm512_cvtepi32_ps(_mm512_add_epi32(first, last));
+    y = _mm512_fmadd_ps(product, _mm512_mul_ps(s->scale, _mm512_set1_ps(dt_gemm_scales((void *)inputs, tile)[t])), y);
+    return f.has_minimum ? _mm512_fmadd_ps(s->minimum, _mm512_set1_ps(dt_gemm_sums((void *)inputs, tile)[t]), y) : y;
 }
 
 /* One group of rows times one tile of tokens. */
-INLINE void group_tile(dt_gemm_type type, const uint8_t *block, int32_t n_blocks, const char *inputs, const int tile, float *y,
+INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, const int tile, float *y,
                        size_t stride) {
-    const size_t block_bytes = dt_gemm_block_bytes(type), quant_bytes = dt_gemm_quant_bytes(type);
+    const size_t block_bytes = dt_gemm_block_bytes(f);
     __m512 sum[DT_GEMM_TILE];
     UNROLL for (int t = 0; t < tile; t++) { sum[t] = _mm512_setzero_ps(); }
-    for (int32_t b = 0; b < n_blocks; b++) {
-        __m512i q[8];
-        load_weights(type, block, q);
-        const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(block + quant_bytes)));
-        const __m512 minimum = type == DT_GEMM_Q4_1
-                                   ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(block + quant_bytes + 32)))
-                                   : _mm512_setzero_ps();
-        const int32_t *quads = (const int32_t *)inputs, *totals = dt_gemm_totals((void *)inputs, tile);
-        const float *scales = dt_gemm_scales((void *)inputs, tile), *sums = dt_gemm_sums((void *)inputs, tile);
-        if (tile == 1) { /* one token: the weights come from memory */
-            for (size_t line = 0; line < block_bytes; line += 64) {
-                _mm_prefetch((const char *)block + AHEAD + line, _MM_HINT_T0);
+    for (int32_t left = n_blocks; left > 0; left -= f.n_blocks) {
+        const uint8_t *header = group;
+        group += dt_gemm_header_bytes(f);
+        for (int32_t b = 0; b < f.n_blocks; b++) {
+            if (tile == 1) { /* one token: the weights come from memory */
+                for (size_t line = 0; line < block_bytes; line += 64) {
+                    _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
+                }
             }
+            __m512i q[8];
+            load_weights(f, group, q);
+            const block_scales scales = load_scales(f, header, group + dt_gemm_quant_bytes(f));
+            UNROLL for (int t = 0; t < tile; t++) { sum[t] = add_block(f, q, &scales, inputs, tile, t, sum[t]); }
+            group += block_bytes;
+            inputs += (size_t)tile * DT_GEMM_TOKEN_BYTES;
         }
-        UNROLL for (int t = 0; t < tile; t++) {
-            __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512(); /* two chains hide their latency */
-            UNROLL for (int j = 0; j < 8; j += 2) {
-                even = _mm512_dpbusd_epi32(even, q[j], _mm512_set1_epi32(quads[j * tile + t]));
-                odd = _mm512_dpbusd_epi32(odd, q[j + 1], _mm512_set1_epi32(quads[(j + 1) * tile + t]));
-            }
-            __m512i product = _mm512_add_epi32(even, odd);
-            if (type != DT_GEMM_Q4_1) {
-                product = _mm512_sub_epi32(product, excess(type, totals[t]));
-            }
-            sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), _mm512_mul_ps(scale, _mm512_set1_ps(scales[t])), sum[t]);
-            if (type == DT_GEMM_Q4_1) {
-                sum[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[t]), sum[t]);
-            }
-        }
-        block += block_bytes;
-        inputs += (size_t)tile * DT_GEMM_TOKEN_BYTES;
     }
     UNROLL for (int t = 0; t < tile; t++) { _mm512_storeu_ps(y + (size_t)t * stride, sum[t]); }
 }
 
-INLINE void group_tokens(dt_gemm_type type, const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens, float *y,
-                         size_t stride) {
-    const size_t token_bytes = (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
+INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens,
+                         float *y, size_t stride) {
     for (int32_t first = 0, tile; first < n_tokens; first += tile) {
         tile = dt_gemm_tile(n_tokens - first);
-        const char *from = inputs + (size_t)first * token_bytes;
+        const char *from = inputs + (size_t)first * (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
         float *to = y + (size_t)first * stride;
         switch (tile) {
         case 16:
-            group_tile(type, group, n_blocks, from, 16, to, stride);
+            group_tile(f, group, n_blocks, from, 16, to, stride);
             break;
         case 8:
-            group_tile(type, group, n_blocks, from, 8, to, stride);
+            group_tile(f, group, n_blocks, from, 8, to, stride);
             break;
         case 4:
-            group_tile(type, group, n_blocks, from, 4, to, stride);
+            group_tile(f, group, n_blocks, from, 4, to, stride);
             break;
         case 2:
-            group_tile(type, group, n_blocks, from, 2, to, stride);
+            group_tile(f, group, n_blocks, from, 2, to, stride);
             break;
         default:
-            group_tile(type, group, n_blocks, from, 1, to, stride);
+            group_tile(f, group, n_blocks, from, 1, to, stride);
             break;
         }
     }
 }
 
-static void groups_q4_0(const uint8_t *g, int32_t n, const char *in, int32_t tokens, float *y, size_t stride) {
-    group_tokens(DT_GEMM_Q4_0, g, n, in, tokens, y, stride);
-}
-static void groups_q4_1(const uint8_t *g, int32_t n, const char *in, int32_t tokens, float *y, size_t stride) {
-    group_tokens(DT_GEMM_Q4_1, g, n, in, tokens, y, stride);
-}
-static void groups_q8_0(const uint8_t *g, int32_t n, const char *in, int32_t tokens, float *y, size_t stride) {
-    group_tokens(DT_GEMM_Q8_0, g, n, in, tokens, y, stride);
-}
-
-static void multiply(const dt_gemm_matrix *w, const void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith,
-                     int32_t nth) {
-    static const dt_gemm_group_fn by_type[] = {
-        [DT_GEMM_Q4_0] = groups_q4_0, [DT_GEMM_Q4_1] = groups_q4_1, [DT_GEMM_Q8_0] = groups_q8_0};
-    dt_gemm_multiply_groups(by_type[w->type], w, packed, n_tokens, y, stride, ith, nth);
-}
+DT_GEMM_DEFINE_KERNEL
 
 const dt_gemm_kernel dt_gemm_avx512_vnni = {"avx512_vnni", supported, pack_inputs, multiply};

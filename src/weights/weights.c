@@ -201,21 +201,15 @@ static void list_homes(loader *l) {
 
 /* Our layout's name of a type, or -1. */
 static int packed_type(enum ggml_type type) {
-    switch (type) {
-    case GGML_TYPE_Q4_0:
-        return DT_GEMM_Q4_0;
-    case GGML_TYPE_Q4_1:
-        return DT_GEMM_Q4_1;
-    case GGML_TYPE_Q8_0:
-        return DT_GEMM_Q8_0;
-    default:
-        return -1;
-    }
+#define OF_TYPE(name) [GGML_TYPE_##name] = DT_GEMM_##name + 1,
+    static const int types[GGML_TYPE_COUNT] = {DT_GEMM_TYPES(OF_TYPE)};
+#undef OF_TYPE
+    return types[type] - 1;
 }
 
 static bool can_pack(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
     return request->packed && !l->params.no_extra_buffers && dt_gemm_kernel_auto() && packed_type(t->type) >= 0 &&
-           dt_gemm_can_pack(t->ne[0], t->ne[1]);
+           dt_gemm_can_pack((dt_gemm_type)packed_type(t->type), t->ne[0], t->ne[1]);
 }
 
 /* AMX first, then our layout, then what else ggml has, in its order. */
@@ -477,6 +471,7 @@ static dt_status allocate_homes(loader *l) {
         if (!where->buffer) {
             return dt_fail_memory(l->error, where->bytes, "weights");
         }
+        dt_use_large_pages(ggml_backend_buffer_get_base(where->buffer), where->bytes);
         ggml_backend_buffer_set_usage(where->buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     return DT_OK;
