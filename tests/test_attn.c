@@ -134,7 +134,8 @@ static void fill_lane(scene *s, int32_t lane) {
         positions[a] = positions[b];
         positions[b] = old;
     }
-    dt_attn_job job = {.format = &s->format,
+    dt_attn_job job = {.kernel = reference(),
+                       .format = &s->format,
                        .n_lanes = 1,
                        .n_rep = 1,
                        .n_query = n,
@@ -262,7 +263,6 @@ static void meet(meeting *m) {
 }
 
 typedef struct worker {
-    const dt_attn_kernel *kernel;
     dt_attn_job *job;
     meeting *meeting;
     int32_t ith, nth, phases;
@@ -271,13 +271,13 @@ typedef struct worker {
 static void *work(void *argument) {
     const worker *w = argument;
     if ((w->phases & STORE) != 0) {
-        w->kernel->store(w->job, w->ith, w->nth);
+        w->job->kernel->store(w->job, w->ith, w->nth);
         meet(w->meeting);
     }
     if ((w->phases & ATTEND) != 0) {
-        w->kernel->attend(w->job, w->ith, w->nth);
+        w->job->kernel->attend(w->job, w->ith, w->nth);
         meet(w->meeting);
-        w->kernel->observe(w->job, w->ith, w->nth);
+        w->job->kernel->observe(w->job, w->ith, w->nth);
     }
     return NULL;
 }
@@ -287,6 +287,7 @@ static void run(const dt_attn_kernel *kernel, dt_attn_job *job, int32_t n_thread
     for (int32_t lane = 0; lane < job->n_lanes; lane++) {
         max_entries = DT_MAX(max_entries, job->lanes[lane].n_spans * job->format->block_tokens);
     }
+    job->kernel = kernel;
     job->n_threads = n_threads;
     job->scratch_bytes = kernel->scratch_bytes(job->format, job->n_lanes, job->n_rep, job->n_query, max_entries, n_threads);
     job->scratch = new_aligned(job->scratch_bytes);
@@ -297,7 +298,7 @@ static void run(const dt_attn_kernel *kernel, dt_attn_job *job, int32_t n_thread
     meeting all = {.n_expected = n_threads};
     assert_true(pthread_mutex_init(&all.mutex, NULL) == 0 && pthread_cond_init(&all.everybody_here, NULL) == 0);
     for (int32_t i = 0; i < n_threads; i++) {
-        workers[i] = (worker){kernel, job, &all, i, n_threads, phases};
+        workers[i] = (worker){job, &all, i, n_threads, phases};
         assert_true(i == 0 || pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
     }
     work(&workers[0]);
@@ -324,10 +325,10 @@ static float *copy_of(const float *x, size_t n) {
 
 static const dt_attn_kernel *fast_kernel(int32_t i) {
     int32_t n;
-    const dt_attn_kernel *const *kernels = dt_attn_kernels(&n);
+    const dt_attn_kernel *kernels = dt_attn_kernels(&n);
     for (int32_t k = 0; k < n; k++) {
-        if (strcmp(kernels[k]->name, "reference") != 0 && kernels[k]->supported() && i-- == 0) {
-            return kernels[k];
+        if (strcmp(kernels[k].name, "reference") != 0 && kernels[k].supported() && i-- == 0) {
+            return &kernels[k];
         }
     }
     return NULL;
@@ -728,16 +729,7 @@ static void check_exponentials(const dt_attn_ops *ops) {
 static void test_exponentials(void **state) {
     (void)state;
     for (int32_t k = 0; fast_kernel(k) != NULL; k++) {
-#if defined(DT_HAVE_AVX2)
-        if (strcmp(fast_kernel(k)->name, "avx2") == 0) {
-            check_exponentials(&dt_attn_avx2_ops);
-        }
-#endif
-#if defined(DT_HAVE_AVX512)
-        if (strcmp(fast_kernel(k)->name, "avx512") == 0) {
-            check_exponentials(&dt_attn_avx512_ops);
-        }
-#endif
+        check_exponentials(fast_kernel(k)->ops);
     }
 }
 
@@ -747,14 +739,14 @@ static void test_kernels_are_found_by_name(void **state) {
     (void)state;
     dt_error error;
     int32_t n;
-    const dt_attn_kernel *const *kernels = dt_attn_kernels(&n);
+    const dt_attn_kernel *kernels = dt_attn_kernels(&n);
     assert_non_null(dt_attn_kernel_find("auto", &error));
     assert_ptr_equal(dt_attn_kernel_find(NULL, &error), dt_attn_kernel_find("auto", &error));
-    assert_ptr_equal(dt_attn_kernel_find("reference", &error), kernels[n - 1]);
+    assert_ptr_equal(dt_attn_kernel_find("reference", &error), &kernels[n - 1]);
     for (int32_t i = 0; i < n; i++) {
-        const dt_attn_kernel *kernel = dt_attn_kernel_find(kernels[i]->name, &error);
-        if (kernels[i]->supported()) {
-            assert_ptr_equal(kernel, kernels[i]);
+        const dt_attn_kernel *kernel = dt_attn_kernel_find(kernels[i].name, &error);
+        if (kernels[i].supported()) {
+            assert_ptr_equal(kernel, &kernels[i]);
         } else {
             assert_null(kernel);
             assert_int_equal(error.code, DT_ERR_UNSUPPORTED);

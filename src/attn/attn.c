@@ -21,17 +21,6 @@ static bool avx512_supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
 }
-static void avx512_prepare(dt_attn_job *job) { dt_attn_driver_prepare(job, &dt_attn_avx512_ops); }
-static void avx512_store(dt_attn_job *job, int32_t ith, int32_t nth) { dt_attn_driver_store(job, &dt_attn_avx512_ops, ith, nth); }
-static const dt_attn_kernel avx512_kernel = {
-    .name = "avx512",
-    .supported = avx512_supported,
-    .scratch_bytes = dt_attn_driver_scratch_bytes,
-    .prepare = avx512_prepare,
-    .store = avx512_store,
-    .attend = dt_attn_driver_attend,
-    .observe = dt_attn_driver_observe,
-};
 #endif
 
 #if defined(DT_HAVE_AVX2)
@@ -41,43 +30,31 @@ static bool avx2_supported(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) != 0 &&
            (c & bit_F16C) != 0;
 }
-static void avx2_prepare(dt_attn_job *job) { dt_attn_driver_prepare(job, &dt_attn_avx2_ops); }
-static void avx2_store(dt_attn_job *job, int32_t ith, int32_t nth) { dt_attn_driver_store(job, &dt_attn_avx2_ops, ith, nth); }
-static const dt_attn_kernel avx2_kernel = {
-    .name = "avx2",
-    .supported = avx2_supported,
-    .scratch_bytes = dt_attn_driver_scratch_bytes,
-    .prepare = avx2_prepare,
-    .store = avx2_store,
-    .attend = dt_attn_driver_attend,
-    .observe = dt_attn_driver_observe,
-};
 #endif
 
-static bool reference_supported(void) { return true; }
-static const dt_attn_kernel reference_kernel = {
-    .name = "reference",
-    .supported = reference_supported,
-    .scratch_bytes = dt_attn_reference_scratch_bytes,
-    .prepare = dt_attn_reference_prepare,
-    .store = dt_attn_reference_store,
-    .attend = dt_attn_reference_attend,
-    .observe = dt_attn_reference_observe,
-};
+static bool always_supported(void) { return true; }
+
+#define DRIVER                                                                                                                     \
+    .scratch_bytes = dt_attn_driver_scratch_bytes, .prepare = dt_attn_driver_prepare, .store = dt_attn_driver_store,               \
+    .attend = dt_attn_driver_attend, .observe = dt_attn_driver_observe
+#define REFERENCE                                                                                                                  \
+    .scratch_bytes = dt_attn_reference_scratch_bytes, .prepare = dt_attn_reference_prepare, .store = dt_attn_reference_store,      \
+    .attend = dt_attn_reference_attend, .observe = dt_attn_reference_observe
 
 /* Fastest first: "auto" takes the first that is supported. */
-static const dt_attn_kernel *const kernels[] = {
+static const dt_attn_kernel kernels[] = {
 #if defined(DT_HAVE_AVX512)
-    &avx512_kernel,
+    {.name = "avx512", .supported = avx512_supported, .ops = &dt_attn_avx512_ops, DRIVER},
 #endif
 #if defined(DT_HAVE_AVX2)
-    &avx2_kernel,
+    {.name = "avx2", .supported = avx2_supported, .ops = &dt_attn_avx2_ops, DRIVER},
 #endif
-    &reference_kernel,
+    {.name = "reference", .supported = always_supported, REFERENCE},
 };
+enum { N_KERNELS = sizeof kernels / sizeof kernels[0] };
 
-const dt_attn_kernel *const *dt_attn_kernels(int32_t *n) {
-    *n = (int32_t)(sizeof kernels / sizeof kernels[0]);
+const dt_attn_kernel *dt_attn_kernels(int32_t *n) {
+    *n = N_KERNELS;
     return kernels;
 }
 
@@ -85,15 +62,15 @@ const dt_attn_kernel *dt_attn_kernel_find(const char *name, dt_error *error) {
     const bool automatic = name == NULL || strcmp(name, "auto") == 0;
     bool known = false;
     char usable[128] = "auto";
-    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
-        const bool supported = kernels[i]->supported(), named = !automatic && strcmp(name, kernels[i]->name) == 0;
+    for (int32_t i = 0; i < N_KERNELS; i++) {
+        const bool supported = kernels[i].supported(), named = !automatic && strcmp(name, kernels[i].name) == 0;
         if (supported && (automatic || named)) {
-            return kernels[i];
+            return &kernels[i];
         }
         known = known || named;
         if (supported) {
             const size_t used = strlen(usable);
-            (void)snprintf(usable + used, sizeof usable - used, ", %s", kernels[i]->name);
+            (void)snprintf(usable + used, sizeof usable - used, ", %s", kernels[i].name);
         }
     }
     if (known) {

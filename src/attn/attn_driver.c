@@ -127,7 +127,7 @@ size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes,
     return DT_MAX(tile, DT_MAX(span, kept));
 }
 
-void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops) {
+void dt_attn_driver_prepare(dt_attn_job *job) {
     attn_plan *plan = plan_of(job);
     const int32_t n_rows = job->n_query * job->n_rep;
     int32_t n_spans = 0;
@@ -138,7 +138,7 @@ void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops) {
     for (int32_t i = 0; job->mass_row != NULL && i < job->n_query; i++) {
         observed = observed || job->mass_row[i] >= 0;
     }
-    plan->ops = ops;
+    plan->ops = job->kernel->ops;
     plan->n_rows = n_rows;
     plan->by_span = n_rows <= DT_TILE_ROWS;
     plan->keep = plan->by_span && observed && n_rows <= DT_KEPT_ROWS;
@@ -213,8 +213,8 @@ static float store_value(const dt_attn_ops *ops, const dt_kv_format *f, store_sc
 }
 
 /* Entries [begin, end) of a span; the first of them is query `query`. */
-static void store_entries(const dt_attn_job *job, const dt_attn_ops *ops, int32_t lane, void *block, int32_t begin, int32_t end,
-                          int32_t query) {
+static void store_entries(const dt_attn_job *job, int32_t lane, void *block, int32_t begin, int32_t end, int32_t query) {
+    const dt_attn_ops *ops = job->kernel->ops;
     store_scratch scratch;
     dt_attn_lane *l = &job->lanes[lane];
     for (int32_t t = begin; t < end; t++, query++) {
@@ -229,7 +229,7 @@ static void store_entries(const dt_attn_job *job, const dt_attn_ops *ops, int32_
     }
 }
 
-void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith, int32_t nth) {
+void dt_attn_driver_store(dt_attn_job *job, int32_t ith, int32_t nth) {
     int32_t turn = 0; /* groups are dealt out whole: entries of one group share cache lines */
     for (int32_t lane = 0; lane < job->n_lanes; lane++) {
         const dt_attn_lane *l = &job->lanes[lane];
@@ -242,7 +242,7 @@ void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith,
             for (; begin < l->spans[span].n;) {
                 const int32_t end = DT_MIN(begin / DT_KV_GROUP * DT_KV_GROUP + DT_KV_GROUP, l->spans[span].n);
                 if (turn++ % nth == ith) {
-                    store_entries(job, ops, lane, l->spans[span].block, begin, end, query);
+                    store_entries(job, lane, l->spans[span].block, begin, end, query);
                 }
                 query += end - begin;
                 begin = end;

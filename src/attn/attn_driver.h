@@ -83,8 +83,8 @@ static inline int32_t dt_attn_block_rows(int32_t n, int32_t largest) {
 
 size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
                                     int32_t max_entries, int32_t n_threads);
-void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops);
-void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith, int32_t nth);
+void dt_attn_driver_prepare(dt_attn_job *job);
+void dt_attn_driver_store(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_driver_observe(dt_attn_job *job, int32_t ith, int32_t nth);
 
