@@ -2,7 +2,7 @@
  * The list of attention kernels, and which of them this machine can run.
  *
  * Invariant: this file is compiled without special instruction flags, so asking whether a kernel is supported is safe everywhere.
- * The build defines DT_HAVE_AVX2 and DT_HAVE_AVX512 where it compiles attn_avx2.c and attn_avx512.c.
+ * The build defines DT_HAVE_X where it compiles attn_x.c.
  */
 #include "attn/attn.h"
 
@@ -23,6 +23,10 @@ static bool avx512_supported(void) {
 }
 #endif
 
+#if defined(DT_HAVE_AVX512_VNNI)
+static bool avx512_vnni_supported(void) { return avx512_supported() && __builtin_cpu_supports("avx512vnni"); }
+#endif
+
 #if defined(DT_HAVE_AVX2)
 static bool avx2_supported(void) {
     unsigned a, b, c = 0, d;
@@ -32,24 +36,34 @@ static bool avx2_supported(void) {
 }
 #endif
 
+#if defined(DT_BATCH_INVARIANT)
+enum { BATCH_INVARIANT = true };
+#else
+enum { BATCH_INVARIANT = false };
+#endif
+
 static bool always_supported(void) { return true; }
 
 #define DRIVER                                                                                                                     \
     .scratch_bytes = dt_attn_driver_scratch_bytes, .prepare = dt_attn_driver_prepare, .store = dt_attn_driver_store,               \
     .attend = dt_attn_driver_attend, .observe = dt_attn_driver_observe
 #define REFERENCE                                                                                                                  \
-    .scratch_bytes = dt_attn_reference_scratch_bytes, .prepare = dt_attn_reference_prepare, .store = dt_attn_reference_store,      \
-    .attend = dt_attn_reference_attend, .observe = dt_attn_reference_observe
+    .supported = always_supported, .scratch_bytes = dt_attn_reference_scratch_bytes, .prepare = dt_attn_reference_prepare,         \
+    .store = dt_attn_reference_store, .observe = dt_attn_reference_observe
 
-/* Fastest first: "auto" takes the first that is supported. */
+/* Fastest first: "auto" takes the first that is supported; in the batch-invariant build, of those without 16-bit tiles. */
 static const dt_attn_kernel kernels[] = {
+#if defined(DT_HAVE_AVX512_VNNI)
+    {.name = "avx512_vnni", .supported = avx512_vnni_supported, .ops = &dt_attn_avx512_ops, .int16 = &dt_attn_avx512_int16, DRIVER},
+#endif
 #if defined(DT_HAVE_AVX512)
     {.name = "avx512", .supported = avx512_supported, .ops = &dt_attn_avx512_ops, DRIVER},
 #endif
 #if defined(DT_HAVE_AVX2)
     {.name = "avx2", .supported = avx2_supported, .ops = &dt_attn_avx2_ops, DRIVER},
 #endif
-    {.name = "reference", .supported = always_supported, REFERENCE},
+    {.name = "reference", .attend = dt_attn_reference_attend, REFERENCE},
+    {.name = "reference_int16", .attend = dt_attn_reference_attend_int16, REFERENCE},
 };
 enum { N_KERNELS = sizeof kernels / sizeof kernels[0] };
 
@@ -64,7 +78,7 @@ const dt_attn_kernel *dt_attn_kernel_find(const char *name, dt_error *error) {
     char usable[128] = "auto";
     for (int32_t i = 0; i < N_KERNELS; i++) {
         const bool supported = kernels[i].supported(), named = !automatic && strcmp(name, kernels[i].name) == 0;
-        if (supported && (automatic || named)) {
+        if (supported && (named || (automatic && (!BATCH_INVARIANT || kernels[i].int16 == NULL)))) {
             return &kernels[i];
         }
         known = known || named;

@@ -9,6 +9,8 @@
  * Numbers: per row (query, head) and span of entries: scores in dimension order, the span's maximum, exponentials,
  * their sum and the weighted sum of values; spans are then merged in order. Every path of a kernel (one query or many) does
  * exactly that, so a row's result does not depend on how many rows are computed together nor on the number of threads.
+ * Kernels with integer operations round more where that is faster (attn_driver.h); theirs does not depend on the number of
+ * threads either, but differs between few rows and many, so the batch-invariant build does not choose them by itself.
  * The online softmax over blocks follows FlashAttention (Dao et al. 2022) and Milakov & Gimelshein 2018; spans computed
  * apart and merged are Flash-Decoding (Dao et al. 2023).
  *
@@ -61,8 +63,9 @@ typedef struct dt_attn_job {
 
 struct dt_attn_kernel {
     const char *name;
-    bool (*supported)(void);       /* by this machine, at run time */
-    const struct dt_attn_ops *ops; /* private to attn/ (attn_driver.h); NULL for the references */
+    bool (*supported)(void);               /* by this machine, at run time */
+    const struct dt_attn_ops *ops;         /* private to attn/ (attn_driver.h); NULL for the references */
+    const struct dt_attn_int16_ops *int16; /* NULL: everything is computed in F32 */
     /* Enough for every job up to these sizes. max_entries: the longest lane with every span counted as full
      * (n_spans * block_tokens). */
     size_t (*scratch_bytes)(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query, int32_t max_entries,
