@@ -13,6 +13,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
@@ -213,6 +214,177 @@ static void multiply(const uint32_t *a, size_t a_stride, const float *row_step, 
 #undef CASE
 }
 
+/* ---- few rows over an INT8 cache --------------------------------------------------------------------- */
+
+/* Address arithmetic on integers: the memory asked for is another object's. */
+INLINE void ask_for(const char *from, ptrdiff_t ahead) { __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead)); }
+
+static float pack_query_bytes(const float *x, int8_t *high, int8_t *low, int32_t n, int32_t *sum) {
+    __m512 largest = _mm512_setzero_ps(), total = _mm512_setzero_ps();
+    for (int32_t i = 0; i < n; i += 16) {
+        const __m512 y = _mm512_loadu_ps(x + i);
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(y));
+        total = _mm512_add_ps(total, _mm512_mul_ps(y, _mm512_setzero_ps()));
+    }
+    const float max = _mm512_reduce_max_ps(largest), step = max / DT_ATTN_BYTES_QUERY;
+    const __m512 inverse = _mm512_set1_ps(max > DT_ATTN_INT16_TINY ? 1.0f / step : 0.0f);
+    __m512i all = _mm512_setzero_si512();
+    for (int32_t i = 0; i < n; i += 16) {
+        const __m512i y = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+        const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(y, _mm512_set1_epi32(64)), 7);
+        all = _mm512_add_epi32(all, y);
+        _mm_storeu_si128((__m128i *)(void *)(high + i), _mm512_cvtepi32_epi8(upper));
+        _mm_storeu_si128((__m128i *)(void *)(low + i), _mm512_cvtepi32_epi8(_mm512_sub_epi32(y, _mm512_slli_epi32(upper, 7))));
+    }
+    *sum = _mm512_reduce_add_epi32(all);
+    return step + _mm512_reduce_add_ps(total); /* NaN where x has one, whatever the maximum says */
+}
+
+/* R rows against G groups. Keys are unsigned, 128 too large. */
+INLINE void score_bytes_block(const int R, const int G, const char *keys, int32_t dim, ptrdiff_t ahead, const dt_attn_byte_query *q,
+                              const float *k_scale, float *s, size_t stride) {
+    v16 high[12], low[12];
+    UNROLL for (int i = 0; i < R * G; i++) { high[i] = low[i] = (v16){0}; }
+    for (int32_t d = 0; d < dim; d += 4) {
+        __m512i k[4];
+        UNROLL for (int x = 0; x < G; x++) {
+            const char *at = keys + (x * dim + d) * DT_KV_GROUP;
+            k[x] = _mm512_loadu_si512(at);
+            ask_for(at, ahead);
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            int32_t h, l;
+            memcpy(&h, q[r].high + d, 4);
+            memcpy(&l, q[r].low + d, 4);
+            UNROLL for (int x = 0; x < G; x++) {
+                high[r * G + x] = (v16)_mm512_dpbusd_epi32((__m512i)high[r * G + x], k[x], _mm512_set1_epi32(h));
+                low[r * G + x] = (v16)_mm512_dpbusd_epi32((__m512i)low[r * G + x], k[x], _mm512_set1_epi32(l));
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+        const __m512i excess = _mm512_slli_epi32(_mm512_set1_epi32(q[r].sum), 7); /* wraps, as do the sums; the difference fits */
+        UNROLL for (int x = 0; x < G; x++) {
+            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32((__m512i)high[r * G + x], 7), (__m512i)low[r * G + x]);
+            const __m512 step = _mm512_mul_ps(_mm512_set1_ps(q[r].step), _mm512_loadu_ps(k_scale + x * 16));
+            _mm512_storeu_ps(s + (size_t)r * stride + x * 16,
+                             _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess)), step));
+        }
+    }
+}
+
+INLINE void score_bytes_rows(const int R, const int G, const char *keys, int32_t dim, int32_t n_groups, ptrdiff_t ahead,
+                             const dt_attn_byte_query *q, const float *k_scale, float *s, size_t stride) {
+    int32_t g = 0;
+    for (; g + G <= n_groups; g += G) {
+        score_bytes_block(R, G, keys + g * dim * DT_KV_GROUP, dim, ahead, q, k_scale + g * 16, s + g * 16, stride);
+    }
+    for (; g < n_groups; g++) {
+        score_bytes_block(R, 1, keys + g * dim * DT_KV_GROUP, dim, ahead, q, k_scale + g * 16, s + g * 16, stride);
+    }
+}
+
+static void score_bytes(const char *keys, int32_t dim, int32_t n_groups, ptrdiff_t ahead, const dt_attn_byte_query *q,
+                        int32_t n_rows, const float *k_scale, float *s, size_t stride) {
+    for (int32_t r = 0; r < n_rows;) {
+        const int32_t rows = n_rows - r == 4 ? 2 : DT_MIN(n_rows - r, 3);
+        float *to = s + (size_t)r * stride;
+        if (rows == 1) {
+            score_bytes_rows(1, 4, keys, dim, n_groups, ahead, q + r, k_scale, to, stride);
+        } else if (rows == 2) {
+            score_bytes_rows(2, 4, keys, dim, n_groups, ahead, q + r, k_scale, to, stride);
+        } else {
+            score_bytes_rows(3, 4, keys, dim, n_groups, ahead, q + r, k_scale, to, stride);
+        }
+        r += rows;
+    }
+}
+
+static float pack_weights_bytes(float *w, int32_t n) {
+    __m512 largest = _mm512_setzero_ps(), total = _mm512_setzero_ps();
+    for (int32_t i = 0; i < n; i += 16) {
+        const __m512 x = _mm512_loadu_ps(w + i);
+        largest = _mm512_max_ps(largest, x);
+        total = _mm512_add_ps(total, _mm512_mul_ps(x, _mm512_setzero_ps()));
+    }
+    const float step = _mm512_reduce_max_ps(largest) / DT_ATTN_BYTES_WEIGHT;
+    const __m512 inverse = _mm512_set1_ps(step > DT_ATTN_INT16_TINY ? 1.0f / step : 0.0f);
+    char *out = (char *)w;
+    for (int32_t i = 0; i < n; i += 16) {
+        const __m512i y = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(w + i), inverse));
+        _mm_storeu_si128((__m128i *)(void *)(out + i * 2), _mm512_cvtepi32_epi8(_mm512_srli_epi32(y, 8)));
+        _mm_storeu_si128((__m128i *)(void *)(out + i * 2 + 16), _mm512_cvtepi32_epi8(y));
+    }
+    return step + _mm512_reduce_add_ps(total);
+}
+
+/* Four rows of 64 bytes become four vectors of quads: in lane l (of 128 bits) of vector j, dimensions 16l + 4j to 16l + 4j + 3. */
+INLINE void quads_of(const char *values, size_t row_bytes, __mmask64 mask, __m512i quads[4]) {
+    const __m512i a = _mm512_maskz_loadu_epi8(mask, values), b = _mm512_maskz_loadu_epi8(mask, values + row_bytes);
+    const __m512i c = _mm512_maskz_loadu_epi8(mask, values + 2 * row_bytes),
+                  d = _mm512_maskz_loadu_epi8(mask, values + 3 * row_bytes);
+    const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
+    const __m512i cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
+    quads[0] = _mm512_unpacklo_epi16(ab_low, cd_low);
+    quads[1] = _mm512_unpackhi_epi16(ab_low, cd_low);
+    quads[2] = _mm512_unpacklo_epi16(ab_high, cd_high);
+    quads[3] = _mm512_unpackhi_epi16(ab_high, cd_high);
+}
+
+/* R rows, up to 64 dimensions (those in mask; n_dims of them), all n entries. */
+INLINE void value_bytes_block(const int R, const char *values, size_t row_bytes, ptrdiff_t ahead, int32_t n, int32_t n_dims,
+                              const char *w, size_t w_bytes, const float *step, float *o, size_t o_stride) {
+    const __mmask64 mask = n_dims >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << n_dims) - 1;
+    v16 high[12], low[12];
+    UNROLL for (int i = 0; i < R * 4; i++) { high[i] = low[i] = (v16){0}; }
+    for (int32_t t = 0; t < n; t += 4, values += 4 * row_bytes) {
+        __m512i quads[4];
+        UNROLL for (size_t i = 0; i < 4; i++) { ask_for(values + i * row_bytes, ahead); }
+        quads_of(values, row_bytes, mask, quads);
+        UNROLL for (int r = 0; r < R; r++) {
+            int32_t h, l;
+            const char *at = w + (size_t)r * w_bytes + t / 16 * 32 + t % 16;
+            memcpy(&h, at, 4);
+            memcpy(&l, at + 16, 4);
+            UNROLL for (int x = 0; x < 4; x++) {
+                high[r * 4 + x] = (v16)_mm512_dpbusd_epi32((__m512i)high[r * 4 + x], _mm512_set1_epi32(h), quads[x]);
+                low[r * 4 + x] = (v16)_mm512_dpbusd_epi32((__m512i)low[r * 4 + x], _mm512_set1_epi32(l), quads[x]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+        UNROLL for (int x = 0; x < 4; x++) {
+            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32((__m512i)high[r * 4 + x], 8), (__m512i)low[r * 4 + x]);
+            const __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(step[r]));
+            const __m128 lanes[4] = {_mm512_extractf32x4_ps(y, 0), _mm512_extractf32x4_ps(y, 1), _mm512_extractf32x4_ps(y, 2),
+                                     _mm512_extractf32x4_ps(y, 3)};
+            for (int32_t l = 0; l * 16 < n_dims; l++) {
+                float *to = o + (size_t)r * o_stride + l * 16 + x * 4;
+                _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), lanes[l]));
+            }
+        }
+    }
+}
+
+static void value_bytes(const char *values, size_t row_bytes, ptrdiff_t ahead, int32_t n, int32_t n_dims, const char *w,
+                        size_t w_bytes, const float *step, int32_t n_rows, float *o, size_t o_stride) {
+    for (int32_t r = 0; r < n_rows;) {
+        const int32_t rows = n_rows - r == 4 ? 2 : DT_MIN(n_rows - r, 3);
+        for (int32_t d = 0; d < n_dims; d += 64) {
+            const char *from = values + d, *weights = w + (size_t)r * w_bytes;
+            float *to = o + (size_t)r * o_stride + d;
+            if (rows == 1) {
+                value_bytes_block(1, from, row_bytes, ahead, n, DT_MIN(n_dims - d, 64), weights, w_bytes, step + r, to, o_stride);
+            } else if (rows == 2) {
+                value_bytes_block(2, from, row_bytes, ahead, n, DT_MIN(n_dims - d, 64), weights, w_bytes, step + r, to, o_stride);
+            } else {
+                value_bytes_block(3, from, row_bytes, ahead, n, DT_MIN(n_dims - d, 64), weights, w_bytes, step + r, to, o_stride);
+            }
+        }
+        r += rows;
+    }
+}
+
 const dt_attn_int16_ops dt_attn_avx512_int16 = {
     .pack_query = pack_query,
     .pack_weights = pack_weights,
@@ -220,4 +392,8 @@ const dt_attn_int16_ops dt_attn_avx512_int16 = {
     .value_steps = value_steps,
     .pair_values = pair_values,
     .multiply = multiply,
+    .pack_query_bytes = pack_query_bytes,
+    .score_bytes = score_bytes,
+    .pack_weights_bytes = pack_weights_bytes,
+    .value_bytes = value_bytes,
 };

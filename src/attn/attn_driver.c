@@ -26,6 +26,8 @@
 #define DT_VALUE_DIMS 64
 #define DT_INT16_ENTRIES (2 * DT_VALUE_ENTRIES) /* as pairs of 16 bits they take the same memory */
 
+#define DT_BYTE_ENTRIES 256 /* entries of an INT8 cache whose sums fit 32 bits */
+
 typedef struct thread_scratch {
     float *q;      /* [DT_TILE_ROWS + slack][dim_k_padded], in blocks */
     float *s;      /* [DT_TILE_ROWS + slack][s_stride] */
@@ -34,6 +36,7 @@ typedef struct thread_scratch {
     float *part;   /* [DT_TILE_ROWS + slack][dim_v_padded]: one span's weighted sums */
     float *out;    /* [DT_TILE_ROWS][dim_v_padded]: merged so far */
     float *part_max, *part_sum, *max, *sum, *factor_out, *factor_part; /* [DT_TILE_ROWS] */
+    dt_attn_byte_query *byte_query;                                    /* [DT_ATTN_SPAN_ROWS] */
     float *row_step, *weight_step, *key_step, *value_step; /* of 16-bit tiles: [DT_TILE_ROWS] twice, [64], [block_tokens] */
     float *add;                                            /* [block_tokens] */
 } thread_scratch;
@@ -41,7 +44,8 @@ typedef struct thread_scratch {
 /* Lies at the start of the job's scratch. */
 typedef struct attn_plan {
     const dt_attn_ops *ops;
-    const dt_attn_int16_ops *int16; /* NULL: tiles are computed in F32 */
+    const dt_attn_int16_ops *int16;                   /* by tile; NULL: in F32 */
+    const dt_attn_int16_ops *key_bytes, *value_bytes; /* by span, an INT8 cache; NULL: in F32 */
     int32_t n_rows, n_tiles, n_tasks;
     bool by_span, keep;
     size_t s_stride;
@@ -89,6 +93,7 @@ static void carve_thread(carver *c, const dt_kv_format *f, thread_scratch *threa
         .sum = carve_floats(c, DT_TILE_ROWS),
         .factor_out = carve_floats(c, DT_TILE_ROWS),
         .factor_part = carve_floats(c, DT_TILE_ROWS),
+        .byte_query = carve(c, DT_ATTN_SPAN_ROWS, sizeof(dt_attn_byte_query)),
         .row_step = carve_floats(c, DT_TILE_ROWS),
         .weight_step = carve_floats(c, DT_TILE_ROWS),
         .key_step = carve_floats(c, DT_ATTN_INT16_VECTORS * DT_KV_GROUP),
@@ -149,6 +154,8 @@ void dt_attn_driver_prepare(dt_attn_job *job) {
     plan->n_rows = n_rows;
     plan->by_span = n_rows <= DT_ATTN_SPAN_ROWS;
     plan->int16 = plan->by_span ? NULL : job->kernel->int16;
+    plan->key_bytes = plan->by_span && job->format->type_k == DT_KV_INT8 ? job->kernel->int16 : NULL;
+    plan->value_bytes = plan->by_span && job->format->type_v == DT_KV_INT8 ? job->kernel->int16 : NULL;
     plan->keep = plan->by_span && observed && n_rows <= DT_KEPT_ROWS;
     plan->n_tiles = (n_rows + DT_TILE_ROWS - 1) / DT_TILE_ROWS;
     plan->n_tasks = plan->by_span ? n_spans : job->n_lanes * plan->n_tiles;
@@ -301,25 +308,35 @@ static void pack_queries_f32(const dt_attn_job *job, const thread_scratch *threa
     }
 }
 
-/* As pairs of dimensions, [row][pairs]. */
-static void pack_queries_int16(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
-    const int32_t dim = job->format->dim_k, n_pairs = int16_query_pairs(job->format);
+/* Whole integers: for tiles pairs of dimensions, [row][pairs]; else two planes of bytes, [row][2][padded dimensions]. */
+static void pack_queries_integer(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    const attn_plan *plan = plan_of(job);
+    const int32_t dim = job->format->dim_k, padded = DT_ROUND_UP(dim, DT_KV_GROUP), n_pairs = int16_query_pairs(job->format);
     _Alignas(64) float x[DT_ATTN_MAX_DIM];
-    memset(x, 0, sizeof x);
+    _Alignas(64) int16_t rounded[DT_ATTN_MAX_DIM];
+    memset(x + dim, 0, (size_t)(padded - dim) * sizeof(float));
+    int8_t *bytes = (int8_t *)(void *)thread->q;
     for (int32_t r = 0; r < rows.n; r++) {
         const float *from = query_of(job, rows, r);
         for (int32_t d = 0; d < dim; d++) {
             x[d] = clamped_query(from[d] * job->scale);
         }
-        _Alignas(64) int16_t rounded[DT_ATTN_MAX_DIM];
-        thread->row_step[r] = plan_of(job)->int16->pack_query(x, rounded, DT_ROUND_UP(dim, DT_KV_GROUP));
-        memcpy(thread->q + (size_t)r * (size_t)n_pairs, rounded, (size_t)n_pairs * sizeof(float));
+        if (plan->int16 != NULL) {
+            thread->row_step[r] = plan->int16->pack_query(x, rounded, padded);
+            memcpy(thread->q + (size_t)r * (size_t)n_pairs, rounded, (size_t)n_pairs * sizeof(float));
+        } else {
+            dt_attn_byte_query *q = &thread->byte_query[r];
+            q->high = bytes;
+            q->low = bytes + padded;
+            q->step = plan->key_bytes->pack_query_bytes(x, bytes, bytes + padded, padded, &q->sum);
+            bytes += 2 * padded;
+        }
     }
 }
 
 static void pack_queries(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
-    if (plan_of(job)->int16 != NULL) {
-        pack_queries_int16(job, thread, rows);
+    if (plan_of(job)->int16 != NULL || plan_of(job)->key_bytes != NULL) {
+        pack_queries_integer(job, thread, rows);
     } else {
         pack_queries_f32(job, thread, rows);
     }
@@ -380,9 +397,10 @@ static const float *query_mask(const dt_attn_job *job, const thread_scratch *thr
 }
 
 static dt_attn_terms span_terms(const dt_attn_job *job, const span_view *view) {
+    const attn_plan *plan = plan_of(job);
+    const bool scaled = job->format->type_k == DT_KV_F16 || plan->int16 != NULL || plan->key_bytes != NULL;
     return (dt_attn_terms){
-        .k_scale =
-            job->format->type_k == DT_KV_INT8 && plan_of(job)->int16 == NULL ? dt_kv_k_scale(job->format, view->span->block) : NULL,
+        .k_scale = scaled ? NULL : dt_kv_k_scale(job->format, view->span->block),
         .softcap = job->softcap,
     };
 }
@@ -452,6 +470,11 @@ static void span_scores(const dt_attn_job *job, const thread_scratch *thread, co
     const dt_attn_kind kind = (dt_attn_kind)f->type_k;
     const int32_t n_groups = (view->n_total + DT_KV_GROUP - 1) / DT_KV_GROUP;
     const int32_t dim = score_dim(f);
+    if (plan->key_bytes != NULL) {
+        plan->key_bytes->score_bytes(view->span->block, dim, n_groups, (ptrdiff_t)f->v_offset, thread->byte_query, n_rows,
+                                     dt_kv_k_scale(f, view->span->block), thread->s, plan->s_stride);
+        return;
+    }
     if (n_rows <= ops->score_block) {
         ops->scores(kind, view->span->block, dim, n_groups, (ptrdiff_t)f->v_offset, thread->q, n_rows, thread->s, plan->s_stride);
         return;
@@ -474,6 +497,18 @@ static void span_values(const dt_attn_job *job, const thread_scratch *thread, co
     const char *values = (const char *)view->span->block + f->v_offset;
     const ptrdiff_t ahead = next != NULL ? (ptrdiff_t)((uintptr_t)next - (uintptr_t)values) : 0;
     memset(thread->part, 0, (size_t)(n_rows + DT_ATTN_SLACK_ROWS) * stride * sizeof(float));
+    if (plan->value_bytes != NULL) {
+        const int32_t n_total = DT_ROUND_UP(view->n_total, DT_KV_GROUP);
+        for (int32_t r = 0; r < n_rows; r++) {
+            thread->weight_step[r] = plan->value_bytes->pack_weights_bytes(thread->s + (size_t)r * plan->s_stride, n_total);
+        }
+        for (int32_t t = 0; t < n_total; t += DT_BYTE_ENTRIES) {
+            plan->value_bytes->value_bytes(values + (size_t)t * row_bytes, row_bytes, ahead, DT_MIN(DT_BYTE_ENTRIES, n_total - t),
+                                           f->dim_v_padded, (const char *)thread->s + (size_t)t * 2, plan->s_stride * sizeof(float),
+                                           thread->weight_step, n_rows, thread->part, stride);
+        }
+        return;
+    }
     for (int32_t t = 0; t < view->n_total; t += DT_VALUE_ENTRIES) {
         const int32_t n = DT_MIN(DT_VALUE_ENTRIES, view->n_total - t);
         const char *from = values + (size_t)t * row_bytes;

@@ -90,6 +90,17 @@ typedef struct dt_attn_ops {
 #define DT_ATTN_INT16_SUM 2.1e9f
 #define DT_ATTN_INT16_TINY 1e-30f /* queries and steps of weights below become zeros */
 
+/* Few rows over an INT8 cache: queries have up to DT_ATTN_BYTES_QUERY steps and weights (times the values' scale, per row and span)
+ * up to DT_ATTN_BYTES_WEIGHT, each in two bytes that are multiplied one after the other. */
+#define DT_ATTN_BYTES_QUERY 16256.0f  /* = 128 * high + low; sums of 1024 dimensions stay below 2^31 */
+#define DT_ATTN_BYTES_WEIGHT 65535.0f /* = 256 * high + low; sums of 256 entries stay below 2^31 */
+
+typedef struct dt_attn_byte_query {
+    const int8_t *high, *low; /* [dim_k_padded] */
+    int32_t sum;              /* of the integers */
+    float step;
+} dt_attn_byte_query;
+
 typedef struct dt_attn_int16_ops {
     /* Both return the step; n is a multiple of 16. Weights stay in their memory; largest_sum in units of the step. */
     float (*pack_query)(const float *x, int16_t *out, int32_t n);
@@ -106,6 +117,17 @@ typedef struct dt_attn_int16_ops {
      * column_step[column] * y or, where column_step is NULL, grows by y. n_rows rounds up to DT_ATTN_INT16_ROWS. */
     void (*multiply)(const uint32_t *a, size_t a_stride, const float *row_step, const uint32_t *panel, const float *column_step,
                      int32_t n_pairs, int32_t n_vectors, int32_t n_rows, float *c, size_t c_stride);
+
+    /* ---- few rows over an INT8 cache; n is a multiple of 16, ahead as in dt_attn_ops ---- */
+    /* Return the step. Weights stay in their memory: per 16 of them 16 high bytes, then 16 low ones. */
+    float (*pack_query_bytes)(const float *x, int8_t *high, int8_t *low, int32_t n, int32_t *sum);
+    float (*pack_weights_bytes)(float *w, int32_t n);
+    /* s[row * stride + entry] = q . k */
+    void (*score_bytes)(const char *keys, int32_t dim, int32_t n_groups, ptrdiff_t ahead, const dt_attn_byte_query *q,
+                        int32_t n_rows, const float *k_scale, float *s, size_t stride);
+    /* o[row * o_stride + dim] += step[row] * sum over n entries, at most 256, of their weights times values */
+    void (*value_bytes)(const char *values, size_t row_bytes, ptrdiff_t ahead, int32_t n, int32_t n_dims, const char *w,
+                        size_t w_bytes, const float *step, int32_t n_rows, float *o, size_t o_stride);
 } dt_attn_int16_ops;
 
 /* Rows of the next block when n rows are left: the largest block, or the next power of two (computing up to
