@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TOLERANCE 1e-3
+#define TOLERANCE 4e-3 /* attention in 16-bit integers: about 2e-3 between few rows and many */
 #define N_CTX 512
 
 #ifdef DT_BATCH_INVARIANT
@@ -145,13 +145,13 @@ static void test_kernels_agree(void **state) {
     params.kernel = "reference";
     float *want = logits_after(f, &params, 150);
     int32_t n;
-    const dt_attn_kernel *const *kernels = dt_attn_kernels(&n);
+    const dt_attn_kernel *kernels = dt_attn_kernels(&n);
     for (int32_t i = 0; i < n; i++) {
-        if (!kernels[i]->supported()) {
-            print_message("kernel %s: not supported by this machine\n", kernels[i]->name);
+        if (!kernels[i].supported()) {
+            print_message("kernel %s: not supported by this machine\n", kernels[i].name);
             continue;
         }
-        params.kernel = kernels[i]->name;
+        params.kernel = kernels[i].name;
         float *got = logits_after(f, &params, 150);
         assert_same(got, want, f->n_vocab, false);
         free(got);

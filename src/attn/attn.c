@@ -2,7 +2,7 @@
  * The list of attention kernels, and which of them this machine can run.
  *
  * Invariant: this file is compiled without special instruction flags, so asking whether a kernel is supported is safe everywhere.
- * The build defines DT_HAVE_AVX2 and DT_HAVE_AVX512 where it compiles attn_avx2.c and attn_avx512.c.
+ * The build defines DT_HAVE_X where it compiles attn_x.c.
  */
 #include "attn/attn.h"
 
@@ -21,17 +21,10 @@ static bool avx512_supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
 }
-static void avx512_prepare(dt_attn_job *job) { dt_attn_driver_prepare(job, &dt_attn_avx512_ops); }
-static void avx512_store(dt_attn_job *job, int32_t ith, int32_t nth) { dt_attn_driver_store(job, &dt_attn_avx512_ops, ith, nth); }
-static const dt_attn_kernel avx512_kernel = {
-    .name = "avx512",
-    .supported = avx512_supported,
-    .scratch_bytes = dt_attn_driver_scratch_bytes,
-    .prepare = avx512_prepare,
-    .store = avx512_store,
-    .attend = dt_attn_driver_attend,
-    .observe = dt_attn_driver_observe,
-};
+#endif
+
+#if defined(DT_HAVE_AVX512_VNNI)
+static bool avx512_vnni_supported(void) { return avx512_supported() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 #if defined(DT_HAVE_AVX2)
@@ -41,43 +34,41 @@ static bool avx2_supported(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) != 0 &&
            (c & bit_F16C) != 0;
 }
-static void avx2_prepare(dt_attn_job *job) { dt_attn_driver_prepare(job, &dt_attn_avx2_ops); }
-static void avx2_store(dt_attn_job *job, int32_t ith, int32_t nth) { dt_attn_driver_store(job, &dt_attn_avx2_ops, ith, nth); }
-static const dt_attn_kernel avx2_kernel = {
-    .name = "avx2",
-    .supported = avx2_supported,
-    .scratch_bytes = dt_attn_driver_scratch_bytes,
-    .prepare = avx2_prepare,
-    .store = avx2_store,
-    .attend = dt_attn_driver_attend,
-    .observe = dt_attn_driver_observe,
-};
 #endif
 
-static bool reference_supported(void) { return true; }
-static const dt_attn_kernel reference_kernel = {
-    .name = "reference",
-    .supported = reference_supported,
-    .scratch_bytes = dt_attn_reference_scratch_bytes,
-    .prepare = dt_attn_reference_prepare,
-    .store = dt_attn_reference_store,
-    .attend = dt_attn_reference_attend,
-    .observe = dt_attn_reference_observe,
-};
+#if defined(DT_BATCH_INVARIANT)
+enum { BATCH_INVARIANT = true };
+#else
+enum { BATCH_INVARIANT = false };
+#endif
 
-/* Fastest first: "auto" takes the first that is supported. */
-static const dt_attn_kernel *const kernels[] = {
+static bool always_supported(void) { return true; }
+
+#define DRIVER                                                                                                                     \
+    .scratch_bytes = dt_attn_driver_scratch_bytes, .prepare = dt_attn_driver_prepare, .store = dt_attn_driver_store,               \
+    .attend = dt_attn_driver_attend, .observe = dt_attn_driver_observe
+#define REFERENCE                                                                                                                  \
+    .supported = always_supported, .scratch_bytes = dt_attn_reference_scratch_bytes, .prepare = dt_attn_reference_prepare,         \
+    .store = dt_attn_reference_store, .observe = dt_attn_reference_observe
+
+/* Fastest first: "auto" takes the first that is supported; in the batch-invariant build, of those without 16-bit tiles. */
+static const dt_attn_kernel kernels[] = {
+#if defined(DT_HAVE_AVX512_VNNI)
+    {.name = "avx512_vnni", .supported = avx512_vnni_supported, .ops = &dt_attn_avx512_ops, .int16 = &dt_attn_avx512_int16, DRIVER},
+#endif
 #if defined(DT_HAVE_AVX512)
-    &avx512_kernel,
+    {.name = "avx512", .supported = avx512_supported, .ops = &dt_attn_avx512_ops, DRIVER},
 #endif
 #if defined(DT_HAVE_AVX2)
-    &avx2_kernel,
+    {.name = "avx2", .supported = avx2_supported, .ops = &dt_attn_avx2_ops, DRIVER},
 #endif
-    &reference_kernel,
+    {.name = "reference", .attend = dt_attn_reference_attend, REFERENCE},
+    {.name = "reference_int16", .attend = dt_attn_reference_attend_int16, REFERENCE},
 };
+enum { N_KERNELS = sizeof kernels / sizeof kernels[0] };
 
-const dt_attn_kernel *const *dt_attn_kernels(int32_t *n) {
-    *n = (int32_t)(sizeof kernels / sizeof kernels[0]);
+const dt_attn_kernel *dt_attn_kernels(int32_t *n) {
+    *n = N_KERNELS;
     return kernels;
 }
 
@@ -85,15 +76,15 @@ const dt_attn_kernel *dt_attn_kernel_find(const char *name, dt_error *error) {
     const bool automatic = name == NULL || strcmp(name, "auto") == 0;
     bool known = false;
     char usable[128] = "auto";
-    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
-        const bool supported = kernels[i]->supported(), named = !automatic && strcmp(name, kernels[i]->name) == 0;
-        if (supported && (automatic || named)) {
-            return kernels[i];
+    for (int32_t i = 0; i < N_KERNELS; i++) {
+        const bool supported = kernels[i].supported(), named = !automatic && strcmp(name, kernels[i].name) == 0;
+        if (supported && (named || (automatic && (!BATCH_INVARIANT || kernels[i].int16 == NULL)))) {
+            return &kernels[i];
         }
         known = known || named;
         if (supported) {
             const size_t used = strlen(usable);
-            (void)snprintf(usable + used, sizeof usable - used, ", %s", kernels[i]->name);
+            (void)snprintf(usable + used, sizeof usable - used, ", %s", kernels[i].name);
         }
     }
     if (known) {

@@ -9,6 +9,8 @@
  * Numbers: per row (query, head) and span of entries: scores in dimension order, the span's maximum, exponentials,
  * their sum and the weighted sum of values; spans are then merged in order. Every path of a kernel (one query or many) does
  * exactly that, so a row's result does not depend on how many rows are computed together nor on the number of threads.
+ * Kernels with integer operations round more where that is faster (attn_driver.h); theirs does not depend on the number of
+ * threads either, but differs between few rows and many, so the batch-invariant build does not choose them by itself.
  * The online softmax over blocks follows FlashAttention (Dao et al. 2022) and Milakov & Gimelshein 2018; spans computed
  * apart and merged are Flash-Decoding (Dao et al. 2023).
  *
@@ -31,7 +33,10 @@ typedef struct dt_attn_lane {
     float *value_norm; /* [n_entries] of the lane: store writes the norms of the new values at its end; may be NULL */
 } dt_attn_lane;
 
+typedef struct dt_attn_kernel dt_attn_kernel;
+
 typedef struct dt_attn_job {
+    const dt_attn_kernel *kernel; /* whose functions are called */
     const dt_kv_format *format;
     int32_t n_lanes, n_rep, n_query; /* KV heads, query heads per KV head, tokens in the batch (1 to n_entries of any lane) */
     float scale;                     /* multiplies q.k (usually 1/sqrt(dim_k)) */
@@ -57,9 +62,11 @@ typedef struct dt_attn_job {
     int32_t n_threads; /* most threads that will call the phases */
 } dt_attn_job;
 
-typedef struct dt_attn_kernel {
-    const char *name;        /* "reference", "avx2", "avx512" */
-    bool (*supported)(void); /* by this machine, at run time */
+struct dt_attn_kernel {
+    const char *name;
+    bool (*supported)(void);               /* by this machine, at run time */
+    const struct dt_attn_ops *ops;         /* private to attn/ (attn_driver.h); NULL for the references */
+    const struct dt_attn_int16_ops *int16; /* NULL: everything is computed in F32 */
     /* Enough for every job up to these sizes. max_entries: the longest lane with every span counted as full
      * (n_spans * block_tokens). */
     size_t (*scratch_bytes)(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query, int32_t max_entries,
@@ -72,12 +79,12 @@ typedef struct dt_attn_kernel {
     void (*attend)(dt_attn_job *job, int32_t ith, int32_t nth);
     /* Fills the mass where attend has not done so on the way. Must be called whenever mass_row is not NULL. */
     void (*observe)(dt_attn_job *job, int32_t ith, int32_t nth);
-} dt_attn_kernel;
+};
 
 /* name: "auto" (or NULL) = the fastest this machine supports. NULL with *error filled when unknown or unsupported here;
  * the message lists what would work. */
 const dt_attn_kernel *dt_attn_kernel_find(const char *name, dt_error *error);
-/* All kernels compiled in, *n of them, supported here or not. */
-const dt_attn_kernel *const *dt_attn_kernels(int32_t *n);
+/* All kernels compiled in, *n of them, supported here or not; fastest first. */
+const dt_attn_kernel *dt_attn_kernels(int32_t *n);
 
 #endif

@@ -19,11 +19,14 @@
 #include <math.h>
 #include <string.h>
 
-#define DT_TILE_ROWS 48     /* rows of a tile: enough to pay for unpacking, few enough for tile and span to stay in cache */
+#define DT_TILE_ROWS 96     /* rows of a tile: enough to pay for unpacking, few enough for tile and span to stay in cache */
 #define DT_KEPT_ROWS 16     /* up to so many rows the weights are kept for the mass; beyond, scores are computed again */
 #define DT_KEY_GROUPS 2     /* groups unpacked at a time */
 #define DT_VALUE_ENTRIES 64 /* entries and dimensions of values unpacked at a time: 16 KB */
 #define DT_VALUE_DIMS 64
+#define DT_INT16_ENTRIES (2 * DT_VALUE_ENTRIES) /* as pairs of 16 bits they take the same memory */
+
+#define DT_BYTE_ENTRIES 256 /* entries of an INT8 cache whose sums fit 32 bits */
 
 typedef struct thread_scratch {
     float *q;      /* [DT_TILE_ROWS + slack][dim_k_padded], in blocks */
@@ -33,12 +36,16 @@ typedef struct thread_scratch {
     float *part;   /* [DT_TILE_ROWS + slack][dim_v_padded]: one span's weighted sums */
     float *out;    /* [DT_TILE_ROWS][dim_v_padded]: merged so far */
     float *part_max, *part_sum, *max, *sum, *factor_out, *factor_part; /* [DT_TILE_ROWS] */
-    float *add;                                                        /* [block_tokens] */
+    dt_attn_byte_query *byte_query;                                    /* [DT_ATTN_SPAN_ROWS] */
+    float *row_step, *weight_step, *key_step, *value_step; /* of 16-bit tiles: [DT_TILE_ROWS] twice, [64], [block_tokens] */
+    float *add;                                            /* [block_tokens] */
 } thread_scratch;
 
 /* Lies at the start of the job's scratch. */
 typedef struct attn_plan {
     const dt_attn_ops *ops;
+    const dt_attn_int16_ops *int16;                   /* by tile; NULL: in F32 */
+    const dt_attn_int16_ops *key_bytes, *value_bytes; /* by span, an INT8 cache; NULL: in F32 */
     int32_t n_rows, n_tiles, n_tasks;
     bool by_span, keep;
     size_t s_stride;
@@ -86,6 +93,11 @@ static void carve_thread(carver *c, const dt_kv_format *f, thread_scratch *threa
         .sum = carve_floats(c, DT_TILE_ROWS),
         .factor_out = carve_floats(c, DT_TILE_ROWS),
         .factor_part = carve_floats(c, DT_TILE_ROWS),
+        .byte_query = carve(c, DT_ATTN_SPAN_ROWS, sizeof(dt_attn_byte_query)),
+        .row_step = carve_floats(c, DT_TILE_ROWS),
+        .weight_step = carve_floats(c, DT_TILE_ROWS),
+        .key_step = carve_floats(c, DT_ATTN_INT16_VECTORS * DT_KV_GROUP),
+        .value_step = carve_floats(c, tokens),
         .add = carve_floats(c, tokens),
     };
     if (thread != NULL) {
@@ -122,12 +134,12 @@ size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes,
     const size_t spans = lanes * (size_t)((max_entries + format->block_tokens - 1) / format->block_tokens);
     /* A smaller job of the same kind may go another way, so the bound is the largest of the ways. */
     const size_t tile = carve_plan(NULL, format, lanes, rows, spans, false, false, threads);
-    const size_t span = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_TILE_ROWS), spans, true, false, threads);
+    const size_t span = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_ATTN_SPAN_ROWS), spans, true, false, threads);
     const size_t kept = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_KEPT_ROWS), spans, true, true, threads);
     return DT_MAX(tile, DT_MAX(span, kept));
 }
 
-void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops) {
+void dt_attn_driver_prepare(dt_attn_job *job) {
     attn_plan *plan = plan_of(job);
     const int32_t n_rows = job->n_query * job->n_rep;
     int32_t n_spans = 0;
@@ -138,9 +150,12 @@ void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops) {
     for (int32_t i = 0; job->mass_row != NULL && i < job->n_query; i++) {
         observed = observed || job->mass_row[i] >= 0;
     }
-    plan->ops = ops;
+    plan->ops = job->kernel->ops;
     plan->n_rows = n_rows;
-    plan->by_span = n_rows <= DT_TILE_ROWS;
+    plan->by_span = n_rows <= DT_ATTN_SPAN_ROWS;
+    plan->int16 = plan->by_span ? NULL : job->kernel->int16;
+    plan->key_bytes = plan->by_span && job->format->type_k == DT_KV_INT8 ? job->kernel->int16 : NULL;
+    plan->value_bytes = plan->by_span && job->format->type_v == DT_KV_INT8 ? job->kernel->int16 : NULL;
     plan->keep = plan->by_span && observed && n_rows <= DT_KEPT_ROWS && !job->mass_peak;
     plan->n_tiles = (n_rows + DT_TILE_ROWS - 1) / DT_TILE_ROWS;
     plan->n_tasks = plan->by_span ? n_spans : job->n_lanes * plan->n_tiles;
@@ -213,8 +228,8 @@ static float store_value(const dt_attn_ops *ops, const dt_kv_format *f, store_sc
 }
 
 /* Entries [begin, end) of a span; the first of them is query `query`. */
-static void store_entries(const dt_attn_job *job, const dt_attn_ops *ops, int32_t lane, void *block, int32_t begin, int32_t end,
-                          int32_t query) {
+static void store_entries(const dt_attn_job *job, int32_t lane, void *block, int32_t begin, int32_t end, int32_t query) {
+    const dt_attn_ops *ops = job->kernel->ops;
     store_scratch scratch;
     dt_attn_lane *l = &job->lanes[lane];
     for (int32_t t = begin; t < end; t++, query++) {
@@ -229,7 +244,7 @@ static void store_entries(const dt_attn_job *job, const dt_attn_ops *ops, int32_
     }
 }
 
-void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith, int32_t nth) {
+void dt_attn_driver_store(dt_attn_job *job, int32_t ith, int32_t nth) {
     int32_t turn = 0; /* groups are dealt out whole: entries of one group share cache lines */
     for (int32_t lane = 0; lane < job->n_lanes; lane++) {
         const dt_attn_lane *l = &job->lanes[lane];
@@ -242,7 +257,7 @@ void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith,
             for (; begin < l->spans[span].n;) {
                 const int32_t end = DT_MIN(begin / DT_KV_GROUP * DT_KV_GROUP + DT_KV_GROUP, l->spans[span].n);
                 if (turn++ % nth == ith) {
-                    store_entries(job, ops, lane, l->spans[span].block, begin, end, query);
+                    store_entries(job, lane, l->spans[span].block, begin, end, query);
                 }
                 query += end - begin;
                 begin = end;
@@ -261,7 +276,20 @@ typedef struct row_range {
 /* Dimensions of a key that are multiplied: INT8 keys come in fours. */
 static int32_t score_dim(const dt_kv_format *f) { return f->type_k == DT_KV_INT8 ? f->dim_k_padded : f->dim_k; }
 
-static void pack_queries(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+static int32_t int16_query_pairs(const dt_kv_format *f) { return (score_dim(f) + 1) / 2; }
+
+static const float *query_of(const dt_attn_job *job, row_range rows, int32_t r) {
+    const int32_t row = rows.first + r;
+    const size_t query = (size_t)(row / job->n_rep), head = (size_t)(rows.lane * job->n_rep + row % job->n_rep);
+    return job->q + query * job->q_token_stride + head * job->q_head_stride;
+}
+
+/* NaN stays NaN. */
+static float clamped_query(float x) {
+    return x > DT_ATTN_QUERY_MAX ? DT_ATTN_QUERY_MAX : x < -DT_ATTN_QUERY_MAX ? -DT_ATTN_QUERY_MAX : x;
+}
+
+static void pack_queries_f32(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
     const attn_plan *plan = plan_of(job);
     const int32_t dim = job->format->dim_k, dim_padded = score_dim(job->format);
     const float unit = job->format->type_k == DT_KV_INT8 ? DT_ATTN_INT8_KEY_UNIT : 1.0f;
@@ -270,18 +298,47 @@ static void pack_queries(const dt_attn_job *job, const thread_scratch *thread, r
         const int32_t block = dt_attn_block_rows(rows.n - done, plan->ops->score_block);
         memset(q, 0, (size_t)(block * dim_padded) * sizeof(float));
         for (int32_t r = 0; r < block && done + r < rows.n; r++) {
-            const int32_t row = rows.first + done + r;
-            const size_t query = (size_t)(row / job->n_rep), head = (size_t)(rows.lane * job->n_rep + row % job->n_rep);
-            const float *from = job->q + query * job->q_token_stride + head * job->q_head_stride;
+            const float *from = query_of(job, rows, done + r);
             for (int32_t d = 0; d < dim; d++) {
-                const float x = from[d] * job->scale;
-                q[d * block + r] = unit * (x > DT_ATTN_QUERY_MAX    ? DT_ATTN_QUERY_MAX
-                                           : x < -DT_ATTN_QUERY_MAX ? -DT_ATTN_QUERY_MAX
-                                                                    : x);
+                q[d * block + r] = unit * clamped_query(from[d] * job->scale);
             }
         }
         q += (size_t)block * (size_t)dim_padded;
         done += block;
+    }
+}
+
+/* Whole integers: for tiles pairs of dimensions, [row][pairs]; else two planes of bytes, [row][2][padded dimensions]. */
+static void pack_queries_integer(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    const attn_plan *plan = plan_of(job);
+    const int32_t dim = job->format->dim_k, padded = DT_ROUND_UP(dim, DT_KV_GROUP), n_pairs = int16_query_pairs(job->format);
+    _Alignas(64) float x[DT_ATTN_MAX_DIM];
+    _Alignas(64) int16_t rounded[DT_ATTN_MAX_DIM];
+    memset(x + dim, 0, (size_t)(padded - dim) * sizeof(float));
+    int8_t *bytes = (int8_t *)(void *)thread->q;
+    for (int32_t r = 0; r < rows.n; r++) {
+        const float *from = query_of(job, rows, r);
+        for (int32_t d = 0; d < dim; d++) {
+            x[d] = clamped_query(from[d] * job->scale);
+        }
+        if (plan->int16 != NULL) {
+            thread->row_step[r] = plan->int16->pack_query(x, rounded, padded);
+            memcpy(thread->q + (size_t)r * (size_t)n_pairs, rounded, (size_t)n_pairs * sizeof(float));
+        } else {
+            dt_attn_byte_query *q = &thread->byte_query[r];
+            q->high = bytes;
+            q->low = bytes + padded;
+            q->step = plan->key_bytes->pack_query_bytes(x, bytes, bytes + padded, padded, &q->sum);
+            bytes += 2 * padded;
+        }
+    }
+}
+
+static void pack_queries(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    if (plan_of(job)->int16 != NULL || plan_of(job)->key_bytes != NULL) {
+        pack_queries_integer(job, thread, rows);
+    } else {
+        pack_queries_f32(job, thread, rows);
     }
 }
 
@@ -340,21 +397,84 @@ static const float *query_mask(const dt_attn_job *job, const thread_scratch *thr
 }
 
 static dt_attn_terms span_terms(const dt_attn_job *job, const span_view *view) {
+    const attn_plan *plan = plan_of(job);
+    const bool scaled = job->format->type_k == DT_KV_F16 || plan->int16 != NULL || plan->key_bytes != NULL;
     return (dt_attn_terms){
-        .k_scale = job->format->type_k == DT_KV_INT8 ? dt_kv_k_scale(job->format, view->span->block) : NULL,
+        .k_scale = scaled ? NULL : dt_kv_k_scale(job->format, view->span->block),
         .softcap = job->softcap,
     };
 }
 
+/* First row of the range that sees the span's entry; the earlier ones need not be computed. Whole blocks of rows. */
+static int32_t first_row_that_sees(const dt_attn_job *job, const span_view *view, row_range rows, int32_t entry) {
+    const int32_t row = (entry + 1 - view->first_hidden) * job->n_rep - rows.first;
+    return DT_MAX(row, 0) / DT_ATTN_INT16_ROWS * DT_ATTN_INT16_ROWS;
+}
+
+static void span_scores_int16(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, row_range rows) {
+    const attn_plan *plan = plan_of(job);
+    const dt_kv_format *f = job->format;
+    const int32_t n_groups = (view->n_total + DT_KV_GROUP - 1) / DT_KV_GROUP, n_pairs = int16_query_pairs(f);
+    const uint32_t *q = (const uint32_t *)(const void *)thread->q;
+    uint32_t *panel = (uint32_t *)(void *)thread->keys;
+    for (int32_t g = 0; g < n_groups; g += DT_ATTN_INT16_VECTORS) {
+        const int32_t n = DT_MIN(DT_ATTN_INT16_VECTORS, n_groups - g), r = first_row_that_sees(job, view, rows, g * DT_KV_GROUP);
+        const char *keys = (const char *)view->span->block + (size_t)g * dt_kv_group_bytes(f);
+        plan->int16->pair_keys((dt_attn_kind)f->type_k, keys, score_dim(f), n, panel, thread->key_step);
+        const float *step = f->type_k == DT_KV_INT8 ? dt_kv_k_scale(f, view->span->block) + g * DT_KV_GROUP : thread->key_step;
+        plan->int16->multiply(q + r * n_pairs, (size_t)n_pairs, thread->row_step + r, panel, step, n_pairs, n, rows.n - r,
+                              thread->s + (size_t)r * plan->s_stride + g * DT_KV_GROUP, plan->s_stride);
+    }
+}
+
+/* The weights of thread->s, times the values' steps, become pairs in the same memory. */
+static void span_values_int16(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, row_range rows,
+                              const float *value_step) {
+    const attn_plan *plan = plan_of(job);
+    const dt_kv_format *f = job->format;
+    const dt_attn_kind kind = (dt_attn_kind)f->type_v;
+    const size_t row_bytes = dt_kv_value_row_bytes(f), stride = (size_t)f->dim_v_padded;
+    const char *values = (const char *)view->span->block + f->v_offset;
+    const int32_t n_total = DT_ROUND_UP(view->n_total, DT_KV_GROUP), panel_dims = DT_ATTN_INT16_VECTORS * 16;
+    const uint32_t *weights = (const uint32_t *)(const void *)thread->s;
+    uint32_t *panel = (uint32_t *)(void *)thread->values;
+    const float largest_sum = DT_ATTN_INT16_SUM / (kind == DT_ATTN_F16 ? DT_ATTN_INT16_VALUE : 127.0f);
+    for (int32_t r = 0; r < rows.n; r++) {
+        thread->weight_step[r] = plan->int16->pack_weights(thread->s + (size_t)r * plan->s_stride, n_total, largest_sum);
+    }
+    memset(thread->part, 0, (size_t)rows.n * stride * sizeof(float));
+    for (int32_t t = 0; t < n_total; t += DT_INT16_ENTRIES) {
+        const int32_t n = DT_MIN(DT_INT16_ENTRIES, n_total - t), r = first_row_that_sees(job, view, rows, t);
+        const char *from = values + (size_t)t * row_bytes;
+        for (int32_t d = 0; d < f->dim_v_padded; d += panel_dims) {
+            const int32_t n_vectors = DT_MIN(panel_dims, f->dim_v_padded - d) / 16;
+            plan->int16->pair_values(kind, from + d * (kind == DT_ATTN_F16 ? 2 : 1), row_bytes, value_step + t, n, n_vectors,
+                                     panel);
+            plan->int16->multiply(weights + (size_t)r * plan->s_stride + t / 2, plan->s_stride, thread->weight_step + r, panel,
+                                  NULL, n / 2, n_vectors, rows.n - r, thread->part + (size_t)r * stride + d, stride);
+        }
+    }
+}
+
 /* Dot products of the packed rows with the span's entries into thread->s. With few rows memory is the limit: while keys are
  * read the span's values are asked for, and while values are read the keys of the next span, so that memory never waits. */
-static void span_scores(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, int32_t n_rows) {
+static void span_scores(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, row_range rows) {
     const attn_plan *plan = plan_of(job);
+    if (plan->int16 != NULL) {
+        span_scores_int16(job, thread, view, rows);
+        return;
+    }
+    const int32_t n_rows = rows.n;
     const dt_attn_ops *ops = plan->ops;
     const dt_kv_format *f = job->format;
     const dt_attn_kind kind = (dt_attn_kind)f->type_k;
     const int32_t n_groups = (view->n_total + DT_KV_GROUP - 1) / DT_KV_GROUP;
     const int32_t dim = score_dim(f);
+    if (plan->key_bytes != NULL) {
+        plan->key_bytes->score_bytes(view->span->block, dim, n_groups, (ptrdiff_t)f->v_offset, thread->byte_query, n_rows,
+                                     dt_kv_k_scale(f, view->span->block), thread->s, plan->s_stride);
+        return;
+    }
     if (n_rows <= ops->score_block) {
         ops->scores(kind, view->span->block, dim, n_groups, (ptrdiff_t)f->v_offset, thread->q, n_rows, thread->s, plan->s_stride);
         return;
@@ -377,6 +497,18 @@ static void span_values(const dt_attn_job *job, const thread_scratch *thread, co
     const char *values = (const char *)view->span->block + f->v_offset;
     const ptrdiff_t ahead = next != NULL ? (ptrdiff_t)((uintptr_t)next - (uintptr_t)values) : 0;
     memset(thread->part, 0, (size_t)(n_rows + DT_ATTN_SLACK_ROWS) * stride * sizeof(float));
+    if (plan->value_bytes != NULL) {
+        const int32_t n_total = DT_ROUND_UP(view->n_total, DT_KV_GROUP);
+        for (int32_t r = 0; r < n_rows; r++) {
+            thread->weight_step[r] = plan->value_bytes->pack_weights_bytes(thread->s + (size_t)r * plan->s_stride, n_total);
+        }
+        for (int32_t t = 0; t < n_total; t += DT_BYTE_ENTRIES) {
+            plan->value_bytes->value_bytes(values + (size_t)t * row_bytes, row_bytes, ahead, DT_MIN(DT_BYTE_ENTRIES, n_total - t),
+                                           f->dim_v_padded, (const char *)thread->s + (size_t)t * 2, plan->s_stride * sizeof(float),
+                                           thread->weight_step, n_rows, thread->part, stride);
+        }
+        return;
+    }
     for (int32_t t = 0; t < view->n_total; t += DT_VALUE_ENTRIES) {
         const int32_t n = DT_MIN(DT_VALUE_ENTRIES, view->n_total - t);
         const char *from = values + (size_t)t * row_bytes;
@@ -411,17 +543,26 @@ static bool span_part(const dt_attn_job *job, const thread_scratch *thread, row_
         }
         return false;
     }
-    span_scores(job, thread, &view, rows.n);
+    span_scores(job, thread, &view, rows);
     dt_attn_terms terms = span_terms(job, &view);
-    const float *v_scale = f->type_v == DT_KV_INT8 ? dt_kv_v_scale(f, view.span->block) : NULL;
+    const float *value_step = f->type_v == DT_KV_INT8 ? dt_kv_v_scale(f, view.span->block) : NULL;
+    if (plan->int16 != NULL && value_step == NULL) {
+        plan->int16->value_steps((const char *)view.span->block + f->v_offset, dt_kv_value_row_bytes(f),
+                                 DT_ROUND_UP(view.n_total, DT_KV_GROUP), f->dim_v_padded, thread->value_step);
+        value_step = thread->value_step;
+    }
     for (int32_t r = 0; r < rows.n; r++) {
         const int32_t query = (rows.first + r) / job->n_rep;
         terms.add = query_mask(job, thread, &view, query);
         thread->part_max[r] =
-            plan->ops->weights(thread->s + (size_t)r * plan->s_stride, visible_entries(&view, query), view.n_total, &terms, v_scale,
-                               keep != NULL ? keep + (size_t)r * (size_t)f->block_tokens : NULL, &thread->part_sum[r]);
+            plan->ops->weights(thread->s + (size_t)r * plan->s_stride, visible_entries(&view, query), view.n_total, &terms,
+                               value_step, keep != NULL ? keep + (size_t)r * (size_t)f->block_tokens : NULL, &thread->part_sum[r]);
     }
-    span_values(job, thread, &view, rows.n, next);
+    if (plan->int16 != NULL) {
+        span_values_int16(job, thread, &view, rows, value_step);
+    } else {
+        span_values(job, thread, &view, rows.n, next);
+    }
     return true;
 }
 
@@ -625,7 +766,7 @@ static void observe_again(const dt_attn_job *job, const thread_scratch *thread, 
             if (!view_span(job, rows, span, &view)) {
                 continue;
             }
-            span_scores(job, thread, &view, rows.n);
+            span_scores(job, thread, &view, rows);
             dt_attn_terms terms = span_terms(job, &view);
             for (int32_t r = 0; r < rows.n; r++) {
                 const int32_t query = (first + r) / job->n_rep, row = lane * plan->n_rows + first + r;

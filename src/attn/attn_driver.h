@@ -71,6 +71,65 @@ typedef struct dt_attn_ops {
     void (*score_mass)(float *mass, float *s, int32_t n, const dt_attn_terms *terms, float max, float factor);
 } dt_attn_ops;
 
+/* Jobs with up to so many rows per lane go by span, always with the operations above; larger ones go by tile. */
+#define DT_ATTN_SPAN_ROWS 48
+
+/* Tiles in 16-bit integers: number = step * integer, rounded to nearest even; sums of products are exact, in 32 bits.
+ *   queries (times the scale)         a step per row: their norm is at most DT_ATTN_INT16_NORM
+ *   F16 keys                          a step per key: their largest dimension is DT_ATTN_INT16_NORM / sqrt(dim); |q.k| <= |q||k|
+ *   F16 values                        a step per entry: their largest dimension is DT_ATTN_INT16_VALUE
+ *   weights (times the values' step)  a step per row and span: their sum is at most DT_ATTN_INT16_SUM / the largest value
+ * Integers are within DT_ATTN_INT16_MAX. Bytes of an INT8 cache stay what they are, with their scale as the step. Pairs: two
+ * integers, the first in the low half: two dimensions of a query or key, the weights or values of two entries. A panel is up to
+ * DT_ATTN_INT16_VECTORS vectors of 16 keys or dimensions of values, [pairs][vectors][16]. */
+#define DT_ATTN_INT16_ROWS 6
+#define DT_ATTN_INT16_VECTORS 4
+#define DT_ATTN_INT16_MAX 32767.0f
+#define DT_ATTN_INT16_NORM 46000.0f /* its square, with rounding of 1024 dimensions, is below 2^31 */
+#define DT_ATTN_INT16_VALUE 8191.0f /* one value is then as precise as an F16; the bits are worth more in the weights */
+#define DT_ATTN_INT16_SUM 2.1e9f
+#define DT_ATTN_INT16_TINY 1e-30f /* queries and steps of weights below become zeros */
+
+/* Few rows over an INT8 cache: queries have up to DT_ATTN_BYTES_QUERY steps and weights (times the values' scale, per row and span)
+ * up to DT_ATTN_BYTES_WEIGHT, each in two bytes that are multiplied one after the other. */
+#define DT_ATTN_BYTES_QUERY 16256.0f  /* = 128 * high + low; sums of 1024 dimensions stay below 2^31 */
+#define DT_ATTN_BYTES_WEIGHT 65535.0f /* = 256 * high + low; sums of 256 entries stay below 2^31 */
+
+typedef struct dt_attn_byte_query {
+    const int8_t *high, *low; /* [dim_k_padded] */
+    int32_t sum;              /* of the integers */
+    float step;
+} dt_attn_byte_query;
+
+typedef struct dt_attn_int16_ops {
+    /* Both return the step; n is a multiple of 16. Weights stay in their memory; largest_sum in units of the step. */
+    float (*pack_query)(const float *x, int16_t *out, int32_t n);
+    float (*pack_weights)(float *w, int32_t n, float largest_sum);
+    /* n_groups groups of keys, at most DT_ATTN_INT16_VECTORS, become a panel of pairs of dimensions; step [n_groups * 16], of F16
+     * only. */
+    void (*pair_keys)(dt_attn_kind kind, const char *keys, int32_t dim, int32_t n_groups, uint32_t *panel, float *step);
+    /* Steps of n F16 values. */
+    void (*value_steps)(const char *values, size_t row_bytes, int32_t n, int32_t n_dims, float *step);
+    /* n values (even), n_vectors * 16 dimensions of each, become a panel of pairs of entries. */
+    void (*pair_values)(dt_attn_kind kind, const char *values, size_t row_bytes, const float *step, int32_t n, int32_t n_vectors,
+                        uint32_t *panel);
+    /* y = row_step[row] * sum over pairs of a[row * a_stride + pair] . panel[pair][column]; c[row * c_stride + column] becomes
+     * column_step[column] * y or, where column_step is NULL, grows by y. n_rows rounds up to DT_ATTN_INT16_ROWS. */
+    void (*multiply)(const uint32_t *a, size_t a_stride, const float *row_step, const uint32_t *panel, const float *column_step,
+                     int32_t n_pairs, int32_t n_vectors, int32_t n_rows, float *c, size_t c_stride);
+
+    /* ---- few rows over an INT8 cache; n is a multiple of 16, ahead as in dt_attn_ops ---- */
+    /* Return the step. Weights stay in their memory: per 16 of them 16 high bytes, then 16 low ones. */
+    float (*pack_query_bytes)(const float *x, int8_t *high, int8_t *low, int32_t n, int32_t *sum);
+    float (*pack_weights_bytes)(float *w, int32_t n);
+    /* s[row * stride + entry] = q . k */
+    void (*score_bytes)(const char *keys, int32_t dim, int32_t n_groups, ptrdiff_t ahead, const dt_attn_byte_query *q,
+                        int32_t n_rows, const float *k_scale, float *s, size_t stride);
+    /* o[row * o_stride + dim] += step[row] * sum over n entries, at most 256, of their weights times values */
+    void (*value_bytes)(const char *values, size_t row_bytes, ptrdiff_t ahead, int32_t n, int32_t n_dims, const char *w,
+                        size_t w_bytes, const float *step, int32_t n_rows, float *o, size_t o_stride);
+} dt_attn_int16_ops;
+
 /* Rows of the next block when n rows are left: the largest block, or the next power of two (computing up to
  * DT_ATTN_SLACK_ROWS rows that nobody reads). */
 static inline int32_t dt_attn_block_rows(int32_t n, int32_t largest) {
@@ -83,8 +142,8 @@ static inline int32_t dt_attn_block_rows(int32_t n, int32_t largest) {
 
 size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
                                     int32_t max_entries, int32_t n_threads);
-void dt_attn_driver_prepare(dt_attn_job *job, const dt_attn_ops *ops);
-void dt_attn_driver_store(dt_attn_job *job, const dt_attn_ops *ops, int32_t ith, int32_t nth);
+void dt_attn_driver_prepare(dt_attn_job *job);
+void dt_attn_driver_store(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_driver_observe(dt_attn_job *job, int32_t ith, int32_t nth);
 
@@ -94,13 +153,17 @@ extern const dt_attn_ops dt_attn_avx2_ops;
 #if defined(DT_HAVE_AVX512)
 extern const dt_attn_ops dt_attn_avx512_ops;
 #endif
+#if defined(DT_HAVE_AVX512_VNNI)
+extern const dt_attn_int16_ops dt_attn_avx512_int16;
+#endif
 
-/* The reference shares nothing with the driver (attn_reference.c). */
+/* The references share nothing with the driver (attn_reference.c). */
 size_t dt_attn_reference_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
                                        int32_t max_entries, int32_t n_threads);
 void dt_attn_reference_prepare(dt_attn_job *job);
 void dt_attn_reference_store(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_reference_attend(dt_attn_job *job, int32_t ith, int32_t nth);
+void dt_attn_reference_attend_int16(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_reference_observe(dt_attn_job *job, int32_t ith, int32_t nth);
 
 #endif

@@ -3,6 +3,8 @@
  * kernels are tested against. Nobody optimises it, and it shares nothing with them but the block format.
  *
  * Invariant: what is stored is bit for bit what every other kernel stores; what is computed differs from theirs by rounding only.
+ *
+ * The second reference, "reference_int16", rounds what tiles in 16-bit integers round (dt_attn_int16_ops) and nothing else.
  */
 #include "attn/attn_driver.h"
 
@@ -114,20 +116,28 @@ static double value_number(const dt_kv_format *f, void *block, int32_t entry, in
     return (double)dt_kv_v_scale(f, block)[entry] * (double)((const int8_t *)row)[d];
 }
 
-static double score(const dt_attn_job *job, const float *q, int32_t query, const dt_kv_span *span, int32_t t) {
-    const dt_kv_format *f = job->format;
-    if (job->window > 0 && dt_kv_position(f, span->block)[t] <= job->positions[query] - job->window) {
+static float scaled_query(const dt_attn_job *job, float q) {
+    const float scaled = q * job->scale;
+    return scaled > 1e30f ? 1e30f : scaled < -1e30f ? -1e30f : scaled;
+}
+
+/* From the dot product s. */
+static double finish_score(const dt_attn_job *job, double s, int32_t query, const dt_kv_span *span, int32_t t) {
+    if (job->window > 0 && dt_kv_position(job->format, span->block)[t] <= job->positions[query] - job->window) {
         return -INFINITY;
-    }
-    double s = 0.0;
-    for (int32_t d = 0; d < f->dim_k; d++) {
-        const float scaled = q[d] * job->scale;
-        s += (double)(scaled > 1e30f ? 1e30f : scaled < -1e30f ? -1e30f : scaled) * key_number(f, span->block, t, d);
     }
     if (job->softcap > 0.0f) {
         s = (double)job->softcap * tanh(s / (double)job->softcap);
     }
     return span->bias != NULL ? s + (double)span->bias[t] : s;
+}
+
+static double score(const dt_attn_job *job, const float *q, int32_t query, const dt_kv_span *span, int32_t t) {
+    double s = 0.0;
+    for (int32_t d = 0; d < job->format->dim_k; d++) {
+        s += (double)scaled_query(job, q[d]) * key_number(job->format, span->block, t, d);
+    }
+    return finish_score(job, s, query, span, t);
 }
 
 /* Probabilities p[visible] of one row; returns how many entries there are before its causal limit. */
@@ -196,6 +206,122 @@ void dt_attn_reference_observe(dt_attn_job *job, int32_t ith, int32_t nth) {
                     mass[e] = job->mass_peak ? fmaxf(mass[e], (float)p[e]) : mass[e] + (float)p[e];
                 }
             }
+        }
+    }
+}
+
+/* ---- the second reference ---------------------------------------------------------------------------- */
+
+/* Rounds x[n], times the inverse of a step, to integers; in float, so that ties fall as they do in the fast kernel. */
+static void to_integers(double *x, int32_t n, float inverse) {
+    for (int32_t i = 0; i < n; i++) {
+        x[i] = (double)nearbyintf((float)x[i] * inverse);
+    }
+}
+
+static double largest_of(const double *x, int32_t n) {
+    double largest = 0.0;
+    for (int32_t i = 0; i < n; i++) {
+        largest = fmax(largest, fabs(x[i]));
+    }
+    return largest;
+}
+
+static double query_integers(const dt_attn_job *job, const float *q, double *out) {
+    double squares = 0.0;
+    for (int32_t d = 0; d < job->format->dim_k; d++) {
+        out[d] = (double)scaled_query(job, q[d]);
+        squares += out[d] * out[d];
+    }
+    const double largest = largest_of(out, job->format->dim_k);
+    const double step = fmax(largest / (double)DT_ATTN_INT16_MAX, sqrt(squares) / (double)DT_ATTN_INT16_NORM);
+    to_integers(out, job->format->dim_k, largest > (double)DT_ATTN_INT16_TINY ? (float)(1.0 / step) : 0.0f);
+    return squares != squares ? squares : step;
+}
+
+/* x[n]: numbers of the cache, which become integers up to bound, but for those of an INT8 cache, whose step is given. */
+static double cached_integers(double *x, int32_t n, float bound, const float *int8_step) {
+    const float largest = (float)largest_of(x, n), step = int8_step != NULL ? *int8_step : largest * (1.0f / bound);
+    to_integers(x, n, step == 0.0f ? 0.0f : 1.0f / step);
+    return (double)step;
+}
+
+static double key_integers(const dt_kv_format *f, void *block, int32_t t, double *out) {
+    for (int32_t d = 0; d < f->dim_k; d++) {
+        out[d] = key_number(f, block, t, d);
+    }
+    const float bound = fminf(DT_ATTN_INT16_NORM / sqrtf((float)f->dim_k), DT_ATTN_INT16_MAX);
+    return cached_integers(out, f->dim_k, bound, f->type_k == DT_KV_INT8 ? &dt_kv_k_scale(f, block)[t] : NULL);
+}
+
+static double value_integers(const dt_kv_format *f, void *block, int32_t t, double *out) {
+    for (int32_t d = 0; d < f->dim_v; d++) {
+        out[d] = value_number(f, block, t, d);
+    }
+    return cached_integers(out, f->dim_v, DT_ATTN_INT16_VALUE, f->type_v == DT_KV_INT8 ? &dt_kv_v_scale(f, block)[t] : NULL);
+}
+
+/* The first n entries of a span for one row, with room for as many numbers in w. Adds exp(maximum - *max) times the weighted sum of
+ * the values to out[dim_v] and of the weights to *sum, after both were brought down to the new maximum. */
+static void span_int16(const dt_attn_job *job, const dt_kv_span *span, int32_t n, int32_t query, const double *q, double q_step,
+                       double *w, double *max, double *sum, double *out) {
+    const dt_kv_format *f = job->format;
+    double x[DT_ATTN_MAX_DIM], span_max = -INFINITY, scaled_sum = 0.0;
+    for (int32_t t = 0; t < n; t++) {
+        const double k_step = key_integers(f, span->block, t, x);
+        double s = 0.0;
+        for (int32_t d = 0; d < f->dim_k; d++) {
+            s += q[d] * x[d];
+        }
+        w[t] = finish_score(job, s * q_step * k_step, query, span, t);
+        span_max = w[t] > span_max || w[t] != w[t] ? w[t] : span_max;
+    }
+    if (span_max == -INFINITY) {
+        return;
+    }
+    const double new_max = span_max < *max ? *max : span_max, old = exp(*max - new_max), new = exp(span_max - new_max);
+    *max = new_max;
+    *sum *= old;
+    for (int32_t t = 0; t < n; t++) {
+        w[t] = exp(w[t] - span_max);
+        *sum += w[t] * new;
+        w[t] *= value_integers(f, span->block, t, x);
+        scaled_sum += w[t];
+    }
+    const double largest_sum = (double)DT_ATTN_INT16_SUM / (f->type_v == DT_KV_INT8 ? 127.0 : (double)DT_ATTN_INT16_VALUE);
+    const double step = fmax(largest_of(w, n) / (double)DT_ATTN_INT16_MAX, scaled_sum / largest_sum);
+    to_integers(w, n, step > (double)DT_ATTN_INT16_TINY ? (float)(1.0 / step) : 0.0f);
+    for (int32_t d = 0; d < f->dim_v; d++) {
+        out[d] *= old;
+    }
+    for (int32_t t = 0; t < n; t++) {
+        value_integers(f, span->block, t, x);
+        for (int32_t d = 0; d < f->dim_v; d++) {
+            out[d] += w[t] * step * x[d] * new;
+        }
+    }
+}
+
+void dt_attn_reference_attend_int16(dt_attn_job *job, int32_t ith, int32_t nth) {
+    if (job->n_query * job->n_rep <= DT_ATTN_SPAN_ROWS) {
+        dt_attn_reference_attend(job, ith, nth);
+        return;
+    }
+    const int32_t n_heads = job->n_lanes * job->n_rep;
+    for (int32_t row = ith; row < job->n_query * n_heads; row += nth) {
+        const int32_t query = row / n_heads, head = row % n_heads;
+        const dt_attn_lane *l = &job->lanes[head / job->n_rep];
+        double q[DT_ATTN_MAX_DIM], out[DT_ATTN_MAX_DIM] = {0}, max = -INFINITY, sum = 0.0;
+        const float *from = job->q + (size_t)query * job->q_token_stride + (size_t)head * job->q_head_stride;
+        const double q_step = query_integers(job, from, q);
+        int32_t left = l->n_entries - job->n_query + query + 1;
+        for (int32_t span = 0; span < l->n_spans && left > 0; left -= l->spans[span++].n) {
+            span_int16(job, &l->spans[span], DT_MIN(left, l->spans[span].n), query, q, q_step, thread_scores(job, ith), &max, &sum,
+                       out);
+        }
+        float *to = job->out + (size_t)query * job->out_token_stride + (size_t)head * job->out_head_stride;
+        for (int32_t d = 0; d < job->format->dim_v; d++) {
+            to[d] = sum == 0.0 ? 0.0f : (float)(out[d] / sum);
         }
     }
 }

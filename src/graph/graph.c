@@ -113,7 +113,6 @@ static dt_status allocate_ops(dt_graph *g, dt_error *error) {
     for (size_t i = 0; i < n_layers; i++) {
         g->lanes[i] = next;
         next += hp->n_kv_heads[i];
-        g->ops[i].kernel = g->params.kernel;
     }
     return DT_OK;
 }
@@ -247,6 +246,7 @@ static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt
     const size_t f = sizeof(float);
     const bool observe = batch->observe_layer && batch->observe_layer[layer];
     g->ops[layer].job = (dt_attn_job){
+        .kernel = g->params.kernel,
         .format = &dt_kv_layer(kv, layer)->format,
         .n_lanes = hp->n_kv_heads[layer],
         .n_rep = hp->n_heads / hp->n_kv_heads[layer],

@@ -32,9 +32,9 @@ static void op_store(struct ggml_tensor *dst, int ith, int nth, void *user) {
     (void)dst;
     const int64_t start = ith == 0 ? dt_clock_us() : 0;
     if (ith == 0) {
-        op->kernel->prepare(&op->job);
+        op->job.kernel->prepare(&op->job);
     }
-    op->kernel->store(&op->job, ith, nth);
+    op->job.kernel->store(&op->job, ith, nth);
     if (ith == 0) {
         op->attention_us += dt_clock_us() - start;
     }
@@ -44,7 +44,7 @@ static void op_attend(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_layer_op *op = user;
     (void)dst;
     const int64_t start = ith == 0 ? dt_clock_us() : 0;
-    op->kernel->attend(&op->job, ith, nth);
+    op->job.kernel->attend(&op->job, ith, nth);
     if (ith == 0) {
         op->attention_us += dt_clock_us() - start;
     }
@@ -57,7 +57,7 @@ static void op_observe(struct ggml_tensor *dst, int ith, int nth, void *user) {
         return;
     }
     const int64_t start = ith == 0 ? dt_clock_us() : 0;
-    op->kernel->observe(&op->job, ith, nth);
+    op->job.kernel->observe(&op->job, ith, nth);
     if (ith == 0) {
         op->attention_us += dt_clock_us() - start;
     }

@@ -10,7 +10,6 @@
 
 /* What a layer's custom operators work on. The job is refilled before every computation. */
 typedef struct dt_layer_op {
-    const dt_attn_kernel *kernel;
     dt_attn_job job;
     int64_t attention_us; /* spent here by the first thread, since the session began */
 } dt_layer_op;
