@@ -190,4 +190,4 @@ def test_special_tokens(all_families):
     assert fields["tokenizer.ggml.eos_token_id"] == 383 and fields["tokenizer.ggml.pre"] == "qwen2"
     assert fields["tokenizer.ggml.add_bos_token"] is False
     fields, _ = read_fields(all_families("glm4")[1])
-    assert [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "eot")] == [374, 381] and fields["tokenizer.ggml.pre"] == "glm4"
+    assert [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "eot")] == [381, 381] and fields["tokenizer.ggml.pre"] == "glm4"

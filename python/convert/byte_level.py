@@ -103,13 +103,17 @@ def pre_tokenizer_name(family, path, tokenizer):
 
 
 def _fix_specials(family, vocabulary, folder):
-    """GLM-4 has several end tokens; GGUF stores the end of text and the end of a turn."""
-    if family.architecture not in ("chatglm", "glm4"):
-        if family.architecture == "llama" and len(vocabulary.tokens) == 49152:
-            vocabulary.add_bos = False  # Granite's and SmolLM's vocabulary: the first token is no start token
-        return
-    ids = {text: token for token, text in enumerate(vocabulary.tokens)}
-    end, user = ids.get("<|endoftext|>"), ids.get("<|user|>")
-    vocabulary.specials = {"eos": end, "eot": user, "unk": end}
-    if family.architecture == "glm4":
-        vocabulary.specials["bos"] = end
+    """What llama.cpp's converter sets for a family whatever the tokenizer's files say."""
+    if family.architecture in ("chatglm", "glm4"):  # several end tokens, of which GGUF stores those of the text and of a turn
+        ids = {text: token for token, text in enumerate(vocabulary.tokens)}
+        end, user = ids.get("<|endoftext|>"), ids.get("<|user|>")
+        vocabulary.specials = {"eos": end, "eot": user, "unk": end}
+        if family.architecture == "glm4":
+            vocabulary.specials["bos"] = end
+        else:
+            vocabulary.add_bos = False
+    elif family.architecture == "llama":
+        settings = folder / "tokenizer_config.json"
+        vocabulary.add_space_prefix = load_json(settings).get("add_prefix_space") if settings.is_file() else None
+        if len(vocabulary.tokens) == 49152:
+            vocabulary.add_bos = False  # the vocabulary of SmolLM and Granite, whose first token is no start token

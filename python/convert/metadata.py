@@ -115,7 +115,7 @@ def _read_common(family, config):
         hyper.rotated = int(head_dim * partial)
     if partial != 1.0 and family.architecture != "glm4":
         raise ConvertError(f"config.json: partial_rotary_factor {partial} is not supported for {family.architecture}")
-    hyper.writes_head_dim = family.architecture in ("llama", "smollm3", "gemma3") or config.get("head_dim") is not None
+    hyper.writes_head_dim = family.architecture in ("llama", "gemma3") or config.get("head_dim") is not None
     if family.architecture == "qwen3moe":
         hyper.experts, hyper.experts_used = config.need("num_experts"), config.need("num_experts_per_tok")
         hyper.expert_ff = config.need("moe_intermediate_size")
@@ -231,13 +231,12 @@ def rope_factors(hyper):
     rope = hyper.rope
     if rope.get("rope_type") != "llama3":
         return None
-    exponents = np.arange(0, hyper.head_dim, 2, dtype=np.float32) / np.float32(hyper.head_dim)
-    frequencies = np.float32(1.0) / np.power(np.float32(hyper.rope_base), exponents)
+    frequencies = hyper.rope_base ** -(np.arange(0, hyper.head_dim, 2) / hyper.head_dim)
     low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
     length = rope["original_max_position_embeddings"]
     factors = []
     for frequency in frequencies:
-        wave = 2 * math.pi / float(frequency)
+        wave = 2 * math.pi / frequency
         if wave < length / high:
             factors.append(1.0)
         elif wave > length / low:

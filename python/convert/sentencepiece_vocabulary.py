@@ -73,7 +73,7 @@ def read_chatglm(path, folder, config, hint):
     tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
     types += [UNUSED] * (len(tokens) - len(types))
     scores += [0.0] * (len(tokens) - len(scores))
-    return Vocabulary("llama", "chatglm-spm", tokens, types, scores, specials={"bos": 1, "eos": 2, "unk": 0}, add_bos=False)
+    return Vocabulary("llama", "chatglm-spm", tokens, types, scores, add_bos=False)
 
 
 def _is_chatglm3(folder, config, hint):

@@ -219,12 +219,14 @@ def encode(values, format):
 
 
 def save_safetensors(path, entries):
-    """entries: name -> (format, shape, bytes). Written by the safetensors package."""
-    from safetensors import serialize_file
-
-    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I32": "int32", "I64": "int64"}
-    serialize_file({name: {"dtype": names[format], "shape": list(shape), "data": data}
-                    for name, (format, shape, data) in entries.items()}, str(path), {"format": "pt"})
+    """entries: name -> (format, shape, bytes)"""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, (format, shape, data) in entries.items():
+        header[name] = {"dtype": format, "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in entries.values()))
 
 
 class Pickler:
