@@ -9,6 +9,7 @@ import collections
 import pickle
 import struct
 import zipfile
+import zlib
 
 import numpy as np
 
@@ -101,7 +102,10 @@ def _load(file, path):
 
 def read_pickle(path):
     """The tensors of a .bin file by name; no data is read."""
-    state, find_data = _read_zip(path) if zipfile.is_zipfile(path) else _read_legacy(path)
+    try:
+        state, find_data = _read_zip(path) if zipfile.is_zipfile(path) else _read_legacy(path)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, UnicodeError, ValueError, zlib.error) as error:
+        raise ConvertError(f"{path}: damaged ({error}); fetch it again") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):

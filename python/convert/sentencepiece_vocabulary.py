@@ -84,8 +84,10 @@ def _is_chatglm3(folder, config, hint):
             return found.group(1) == "3"
     for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenization_chatglm.py"):
         path = folder / name
-        if path.is_file():
-            return CHATGLM3_ROLES[1] in path.read_text(encoding="utf-8", errors="replace")
+        if path.is_file() and CHATGLM3_ROLES[1] in path.read_text(encoding="utf-8", errors="replace"):
+            return True
+    if (folder / "tokenization_chatglm.py").is_file():
+        return False
     raise ConvertError("config.json does not tell ChatGLM2 from ChatGLM3; say --model_name chatglm2-6b or --model_name chatglm3-6b")
 
 
