@@ -7,13 +7,11 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "support"), str(HERE.parent / "python")]
 ASK = os.environ.get("DT_ASK_LLAMA", "")
 MAIN = os.environ.get("DT_MAIN", "")
 PACKAGES = ("gguf", "safetensors", "sentencepiece", "tokenizers", "tqdm")
@@ -26,11 +24,6 @@ import gguf  # noqa: E402
 import hf_families as families  # noqa: E402
 import hf_folder as hf  # noqa: E402
 from convert.command import main as convert  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def tokenizers(tmp_path_factory):
-    return families.Tokenizers(tmp_path_factory.mktemp("tokenizers"))
 
 
 def run_convert(folder, out, *args):

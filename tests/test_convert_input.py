@@ -15,11 +15,10 @@ import zipfile
 import numpy as np
 import pytest
 
-from test_convert import (HERE, converted, families, hf, llama_logits, llama_tokens, random_ids, read_fields, refused, run_convert,
-                          tokenizers)  # noqa: F401 (a fixture)
+from test_convert import (HERE, converted, families, hf, llama_logits, llama_tokens, random_ids, read_fields, refused, run_convert)
 
 
-def make(tokenizers, tmp_path, name="llama2", **more):  # noqa: F811
+def make(tokenizers, tmp_path, name="llama2", **more):
     return families.make(name, tmp_path / "folder", tokenizers, **more)
 
 
@@ -36,7 +35,7 @@ def tensor_values(path):
 
 
 @pytest.mark.parametrize("container,shards", [("safetensors", 3), ("zip", 1), ("zip", 2), ("legacy", 1), ("legacy", 2)])
-def test_containers_are_equal(tokenizers, tmp_path, container, shards):  # noqa: F811
+def test_containers_are_equal(tokenizers, tmp_path, container, shards):
     one = make(tokenizers, tmp_path, formats=lambda name: "F16" if "mlp" in name else "F32" if "norm" in name else "BF16")
     expected = converted(one.folder, tmp_path / "one.gguf", "--outtype", "bf16").read_bytes()
     (one.folder / "model.safetensors").unlink()
@@ -45,7 +44,7 @@ def test_containers_are_equal(tokenizers, tmp_path, container, shards):  # noqa:
     assert converted(again.folder, tmp_path / "two.gguf", "--outtype", "bf16").read_bytes() == expected
 
 
-def test_shards_without_an_index(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_shards_without_an_index(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path, shards=3)
     (made.folder / "model.safetensors.index.json").unlink()
     converted(made.folder, tmp_path / "out.gguf")
@@ -53,9 +52,8 @@ def test_shards_without_an_index(tokenizers, tmp_path, capsys):  # noqa: F811
     assert "lacks: model-00002-of-00003.safetensors\n" in refused(capsys, made.folder, tmp_path / "bad.gguf")
 
 
-def test_a_transposed_tensor(tokenizers, tmp_path):  # noqa: F811
+def test_a_transposed_tensor(tokenizers, tmp_path):
     """A view with strides, as torch.save writes it."""
-    sys.path.insert(0, str(HERE.parent / "python"))
     from convert.pickles import read_pickle
 
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -90,7 +88,7 @@ class Evil:
     (getattr, ("a", "upper"), "builtins.getattr"),
 ])
 @pytest.mark.parametrize("legacy", [False, True])
-def test_malicious_pickle(tokenizers, tmp_path, capsys, monkeypatch, function, args, name, legacy):  # noqa: F811
+def test_malicious_pickle(tokenizers, tmp_path, capsys, monkeypatch, function, args, name, legacy):
     monkeypatch.chdir(tmp_path)
     made = make(tokenizers, tmp_path)
     (made.folder / "model.safetensors").unlink()
@@ -108,7 +106,7 @@ def test_malicious_pickle(tokenizers, tmp_path, capsys, monkeypatch, function, a
 
 
 @pytest.mark.parametrize("container", ["safetensors", "zip", "legacy"])
-def test_truncated_at_many_places(tokenizers, tmp_path, capsys, container):  # noqa: F811
+def test_truncated_at_many_places(tokenizers, tmp_path, capsys, container):
     made = make(tokenizers, tmp_path, container=container)
     path = next(path for path in made.folder.iterdir() if path.name.startswith(("model.", "pytorch")))
     whole = path.read_bytes()
@@ -118,7 +116,7 @@ def test_truncated_at_many_places(tokenizers, tmp_path, capsys, container):  # n
         assert str(path) in text, (n, text)
 
 
-def test_flipped_bytes_in_the_headers(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_flipped_bytes_in_the_headers(tokenizers, tmp_path, capsys):
     """Any sentence will do, and a file that still reads; never a traceback."""
     for container in ("safetensors", "zip", "legacy"):
         made = families.make("llama2", tmp_path / container, tokenizers, container=container)
@@ -146,7 +144,7 @@ def test_everything_missing_at_once(tmp_path, capsys):
     assert "is no folder" in refused(capsys, tmp_path / "nowhere", tmp_path / "out.gguf")
 
 
-def test_tokenizer_and_shard_missing(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_tokenizer_and_shard_missing(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path, shards=3)
     (made.folder / "tokenizer.model").unlink()
     (made.folder / "model-00003-of-00003.safetensors").unlink()
@@ -154,7 +152,7 @@ def test_tokenizer_and_shard_missing(tokenizers, tmp_path, capsys):  # noqa: F81
     assert "model-00003-of-00003.safetensors" in text and "the tokenizer (tokenizer.model or tokenizer.json)" in text
 
 
-def test_index_names_a_tensor_that_is_not_there(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_index_names_a_tensor_that_is_not_there(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path, shards=2)
     index = made.folder / "model.safetensors.index.json"
     content = hf.read_json(index)
@@ -176,26 +174,26 @@ def test_index_names_a_tensor_that_is_not_there(tokenizers, tmp_path, capsys):  
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ({"hidden_act": "relu"}, ["relu"]),
 ])
-def test_config_faults(tokenizers, tmp_path, capsys, changes, words):  # noqa: F811
+def test_config_faults(tokenizers, tmp_path, capsys, changes, words):
     made = make(tokenizers, tmp_path)
     hf.write_json(made.folder / "config.json", {key: value for key, value in {**made.config, **changes}.items() if value is not None})
     text = refused(capsys, made.folder, tmp_path / "out.gguf")
     assert all(word in text for word in words), text
 
 
-def test_a_layer_too_many(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_a_layer_too_many(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path)
     hf.write_json(made.folder / "config.json", {**made.config, "num_hidden_layers": 1})
     assert "model.layers.1." in refused(capsys, made.folder, tmp_path / "out.gguf")
 
 
-def test_broken_json(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_broken_json(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path)
     (made.folder / "config.json").write_text("{")
     assert "config.json cannot be read as JSON" in refused(capsys, made.folder, tmp_path / "out.gguf")
 
 
-def test_model_name(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_model_name(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path)
     for name in ("llama", "My-Llama-2-7B", "whatever"):
         converted(made.folder, tmp_path / f"{name}.gguf", "--model_name", name)
@@ -204,7 +202,7 @@ def test_model_name(tokenizers, tmp_path, capsys):  # noqa: F811
     assert "means chatglm" in text and "config.json says llama" in text
 
 
-def test_chatglm_version_must_be_told(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_chatglm_version_must_be_told(tokenizers, tmp_path, capsys):
     made = families.make("chatglm2", tmp_path / "folder", tokenizers, changes={"_name_or_path": None})
     assert "--model_name chatglm2-6b" in refused(capsys, made.folder, tmp_path / "out.gguf")
     for name, roles in (("chatglm2-6b", False), ("chatglm3-6b-32k", True)):
@@ -212,14 +210,14 @@ def test_chatglm_version_must_be_told(tokenizers, tmp_path, capsys):  # noqa: F8
         assert ("<|user|>" in read_fields(tmp_path / f"{name}.gguf")[0]["tokenizer.ggml.tokens"]) == roles
 
 
-def test_device_and_progress(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_device_and_progress(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path)
     converted(made.folder, tmp_path / "out.gguf", "--device", "cuda")
     text = capsys.readouterr().err
     assert "runs on the CPU" in text and "MB/s" in text
 
 
-def test_not_enough_disk(tokenizers, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_not_enough_disk(tokenizers, tmp_path, capsys, monkeypatch):
     made = make(tokenizers, tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     assert "not enough disk space" in refused(capsys, made.folder, tmp_path / "out.gguf")
@@ -228,7 +226,7 @@ def test_not_enough_disk(tokenizers, tmp_path, capsys, monkeypatch):  # noqa: F8
 # ---- heads that are tied, rows that are too many or too few ----
 
 
-def test_tied_embeddings(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_tied_embeddings(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path)
     weights = dict(made.weights)
     config = {**made.config, "tie_word_embeddings": True}
@@ -248,7 +246,7 @@ def test_tied_embeddings(tokenizers, tmp_path, capsys):  # noqa: F811
     assert "output.weight" in read_fields(converted(made.folder, tmp_path / "d.gguf"))[1]
 
 
-def test_padding_rows(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_padding_rows(tokenizers, tmp_path, capsys):
     """64 rows more than config.json says: tokens that nothing is made of. Two tokens more than rows: an error with both numbers."""
     made = make(tokenizers, tmp_path, name="qwen2")
     weights = dict(made.weights)
@@ -266,7 +264,7 @@ def test_padding_rows(tokenizers, tmp_path, capsys):  # noqa: F811
     assert "384 tokens" in text and "382 rows" in text
 
 
-def test_beyond_f16(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_beyond_f16(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path, formats="F32")
     made.weights["lm_head.weight"][3, 3] = 1e6
     hf.save_weights(made.folder, made.weights, "F32")
@@ -277,7 +275,7 @@ def test_beyond_f16(tokenizers, tmp_path, capsys):  # noqa: F811
 
 @pytest.mark.parametrize("formats,outtype,wanted", [("BF16", "auto", "BF16"), ("F16", "auto", "F16"), ("F32", "auto", "F16"),
                                                     ("F32", "bf16", "BF16"), ("BF16", "f32", "F32"), ("BF16", "f16", "F16")])
-def test_number_formats(tokenizers, tmp_path, formats, outtype, wanted):  # noqa: F811
+def test_number_formats(tokenizers, tmp_path, formats, outtype, wanted):
     made = make(tokenizers, tmp_path, formats=formats)
     path = converted(made.folder, tmp_path / "out.gguf", "--outtype", outtype)
     tensors, values = read_fields(path)[1], tensor_values(path)
@@ -291,7 +289,7 @@ def test_number_formats(tokenizers, tmp_path, formats, outtype, wanted):  # noqa
 # ---- tokenizers in other forms ----
 
 
-def test_sentencepiece_as_tokenizer_json(tokenizers, tmp_path):  # noqa: F811
+def test_sentencepiece_as_tokenizer_json(tokenizers, tmp_path):
     """Llama 2 and Gemma saved with tokenizer.json only: the same ids as with tokenizer.model."""
     for name, prepend in (("llama2", True), ("gemma3", False)):
         made = families.make(name, tmp_path / name, tokenizers)
@@ -308,7 +306,7 @@ def test_sentencepiece_as_tokenizer_json(tokenizers, tmp_path):  # noqa: F811
         assert expected == [start] + ids
 
 
-def test_both_tokenizers_and_added_tokens(tokenizers, tmp_path):  # noqa: F811
+def test_both_tokenizers_and_added_tokens(tokenizers, tmp_path):
     made = families.make("llama2", tmp_path / "folder", tokenizers, changes={"vocab_size": 364})
     weights = hf.random_weights(hf.llama_names(made.config), 1)
     hf.save_weights(made.folder, weights)
@@ -324,7 +322,7 @@ def test_both_tokenizers_and_added_tokens(tokenizers, tmp_path):  # noqa: F811
     assert llama_tokens(path, "<|one|>plain")[-2:] == [360, 362]
 
 
-def test_merges_as_strings_and_pairs(tokenizers, tmp_path):  # noqa: F811
+def test_merges_as_strings_and_pairs(tokenizers, tmp_path):
     made = make(tokenizers, tmp_path, name="qwen2")
     tokenizer = hf.read_json(made.folder / "tokenizer.json")
     assert isinstance(tokenizer["model"]["merges"][0], list)
@@ -338,7 +336,7 @@ def test_merges_as_strings_and_pairs(tokenizers, tmp_path):  # noqa: F811
     assert converted(made.folder, tmp_path / "c.gguf").read_bytes() == expected
 
 
-def test_unknown_split_rule(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_unknown_split_rule(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path, name="qwen2")
     tokenizer = hf.read_json(made.folder / "tokenizer.json")
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "\\w+|\\W+"}
@@ -346,7 +344,7 @@ def test_unknown_split_rule(tokenizers, tmp_path, capsys):  # noqa: F811
     assert "\\w+|\\W+" in refused(capsys, made.folder, tmp_path / "out.gguf")
 
 
-def test_damaged_ranks(tokenizers, tmp_path, capsys):  # noqa: F811
+def test_damaged_ranks(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path, name="qwen1")
     path = made.folder / "qwen.tiktoken"
     lines = path.read_text().splitlines(keepends=True)
@@ -358,7 +356,7 @@ def test_damaged_ranks(tokenizers, tmp_path, capsys):  # noqa: F811
 # ---- a run that is stopped ----
 
 
-def test_a_stopped_run_leaves_nothing(tokenizers, tmp_path):  # noqa: F811
+def test_a_stopped_run_leaves_nothing(tokenizers, tmp_path):
     """Stopped while it writes; the tensor is large enough to be caught at it."""
     made = make(tokenizers, tmp_path)
     config = {**made.config, "intermediate_size": 300000}
@@ -378,7 +376,7 @@ def test_a_stopped_run_leaves_nothing(tokenizers, tmp_path):  # noqa: F811
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak is read from /proc")
-def test_memory_is_bounded(tokenizers, tmp_path):  # noqa: F811
+def test_memory_is_bounded(tokenizers, tmp_path):
     """Three matrices of 150 MB; what the process needs is far less than one of them and the interpreter with its packages."""
     made = make(tokenizers, tmp_path)
     config = {**made.config, "intermediate_size": 600000, "num_hidden_layers": 1}

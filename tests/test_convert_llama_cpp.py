@@ -12,7 +12,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from test_convert import families, converted, read_fields, tokenizers  # noqa: F401 (a fixture)
+from test_convert import families, converted, read_fields
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAME = "llama_cpp_python-0.3.36"
@@ -46,7 +46,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name,outtype", [(name, "bf16") for name in PRE] + [("llama3", "f16"), ("qwen2", "f32")])
-def test_equal(tokenizers, source, tmp_path, name, outtype):  # noqa: F811
+def test_equal(tokenizers, source, tmp_path, name, outtype):
     made = families.make(name, tmp_path / name, tokenizers)
     ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     converted(made.folder, ours, "--outtype", outtype)

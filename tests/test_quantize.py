@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from test_convert import (HERE, converted, families, hf, llama_logits, random_ids, read_fields, refused, tokenizers)  # noqa: F401
+from test_convert import (HERE, converted, families, hf, llama_logits, random_ids, read_fields, refused)
 
 QUANTIZE = os.environ.get("DT_QUANTIZE", "")
 pytestmark = pytest.mark.skipif(not os.access(QUANTIZE, os.X_OK), reason="DT_QUANTIZE names no program")
@@ -23,7 +23,7 @@ def quantize(*args, **more):
 
 
 @pytest.fixture(scope="module")
-def wide(tokenizers, tmp_path_factory):  # noqa: F811
+def wide(tokenizers, tmp_path_factory):
     """A model whose rows are whole K-quant blocks."""
     base = tmp_path_factory.mktemp("wide")
     made = families.make("llama2", base / "folder", tokenizers)

@@ -24,11 +24,12 @@ SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
 class PackedTensor(SourceTensor):
-    """Reads as a weight of shape (rows, columns); `type` is the ggml type that `blocks` gives."""
+    """Reads as an F32 weight of shape (rows, columns); `type` is the ggml type that holds it best. unpack() returns q (rows, columns),
+    scales and zeros (rows, groups) and the group of each column."""
 
     def __init__(self, name, shape, type, unpack, error):
         super().__init__(name, "F32", shape, self._read_float)
-        self.type = type
+        self.type = type  # or "requantize"
         self.unpack = unpack
         self.error = error  # the largest deviation of a weight that repacking causes
 
@@ -44,15 +45,20 @@ class PackedTensor(SourceTensor):
         if self.type == "requantize":
             return quantize_q8_0(self._read_float(0, n_rows))
         first = groups[::BLOCK]  # a block's group
-        d = scales[:, first].astype("<f2").view(np.uint8).reshape(n_rows, -1, 2)
+        d = _f16_bytes(scales[:, first])
         q = q.reshape(n_rows, -1, BLOCK)
         if type == "Q8_0":
             return np.concatenate([d, (q.astype(np.int16) - 128).astype(np.int8).view(np.uint8)], axis=2).reshape(n_rows, -1)
         nibbles = q[:, :, :16] | (q[:, :, 16:] << 4)
         if type == "Q4_0":
             return np.concatenate([d, nibbles], axis=2).reshape(n_rows, -1)
-        m = (-scales[:, first] * zeros[:, first]).astype("<f2").view(np.uint8).reshape(n_rows, -1, 2)
+        m = _f16_bytes(-scales[:, first] * zeros[:, first])
         return np.concatenate([d, m, nibbles], axis=2).reshape(n_rows, -1)
+
+
+def _f16_bytes(values):
+    """(rows, blocks) to uint8 (rows, blocks, 2)"""
+    return np.ascontiguousarray(values, dtype="<f2").view(np.uint8).reshape(*values.shape, 2)
 
 
 def quantize_q8_0(values):
@@ -136,16 +142,20 @@ def _open_layer(layer, tensors, settings):
             raise ConvertError(f"{layer}.g_idx names group {groups.max()}, but scales has {n_groups}")
     order = None if is_gptq else AWQ_ORDER
 
-    zero_values = _unpack_words(qzeros.read(), bits, order).astype(np.float32).T + (1 if settings["adds_one"] else 0)
-    scale_values = to_float32(scales.read(), scales.format).T  # both (rows, groups)
+    def read_scales():
+        """scales and zeros, both (rows, groups); read anew each time, since those of all layers together are large"""
+        zeros = _unpack_words(qzeros.read(), bits, order).astype(np.float32) + (1 if settings["adds_one"] else 0)
+        return to_float32(scales.read(), scales.format).T, zeros.T
 
     def unpack():
         words = qweight.read()
         q = _unpack_words(words.T, bits, None) if is_gptq else _unpack_words(words, bits, order).T
-        return np.ascontiguousarray(q), scale_values, zero_values, groups
+        return np.ascontiguousarray(q), *read_scales(), groups
 
+    scale_values, zero_values = read_scales()
     kind = _choose_type(bits, zero_values, groups)
-    return PackedTensor(layer + ".weight", (n_rows, n_columns), kind, unpack, _deviation(kind, bits, scale_values, zero_values))
+    deviation = _deviation(layer, kind, bits, scale_values, zero_values)
+    return PackedTensor(layer + ".weight", (n_rows, n_columns), kind, unpack, deviation)
 
 
 def _choose_type(bits, zeros, groups):
@@ -157,7 +167,7 @@ def _choose_type(bits, zeros, groups):
     return "Q4_0" if symmetric else "Q4_1"
 
 
-def _deviation(kind, bits, scales, zeros):
+def _deviation(layer, kind, bits, scales, zeros):
     """The largest difference between a weight and its block's value, from rounding d and m to F16."""
     if kind == "requantize":
         return 0.0
@@ -167,7 +177,7 @@ def _deviation(kind, bits, scales, zeros):
         m = np.abs(m.astype(np.float16).astype(np.float32) - m) if kind == "Q4_1" else 0
     worst = float((d + m).max())
     if not np.isfinite(worst):
-        raise ConvertError("a scale of the quantized checkpoint is beyond F16's range")
+        raise ConvertError(f"{layer}.scales holds values beyond F16's range; the checkpoint is damaged")
     return worst
 
 
