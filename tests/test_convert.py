@@ -48,8 +48,8 @@ def refused(capsys, folder, out, *args):
     return text[text.rindex("error: "):]
 
 
-def llama_logits(path, ids, positions):
-    result = subprocess.run([ASK, str(path), "logits", ",".join(map(str, positions))], input=str(list(ids)), capture_output=True,
+def llama_logits(path, ids, positions, *chunk):
+    result = subprocess.run([ASK, str(path), "logits", ",".join(map(str, positions)), *map(str, chunk)], input=str(list(ids)), capture_output=True,
                             text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return np.array([json.loads(line) for line in result.stdout.splitlines()])

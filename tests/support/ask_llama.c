@@ -3,8 +3,10 @@
  *
  *   ask_llama FILE tokens [--plain]     ids of the text on stdin, as a JSON list. The start token is added where the file says so;
  *                                       marks such as <|im_end|> are single ids, with --plain they are text
- *   ask_llama FILE logits P,P,...       reads a JSON-like list of ids from stdin (commas and spaces), prints the logits after the
- *                                       tokens at these positions, one JSON list a line
+ *   ask_llama FILE logits P,P,... [N]   reads a JSON-like list of ids from stdin, prints the logits after the tokens at these ascending
+ *                                       positions, one JSON list a line. Tokens are read in chunks of N (512); with N given, what
+ *                                       stays in the cache of each chunk but the first is its last token, so that far positions
+ *                                       cost little
  */
 #include "support/oracle.h"
 
@@ -44,37 +46,53 @@ static int print_tokens(const char *path, const char *text, size_t n, bool parse
     return count < 0;
 }
 
-static int print_logits(const char *path, char *ids, char *positions) {
+/* Decodes in chunks and prints the wanted rows; false when libllama fails. */
+static bool print_rows(oracle *o, const int32_t *tokens, int32_t n, int32_t chunk, bool forget, char *positions) {
+    const int32_t n_vocab = oracle_n_vocab(o);
+    float *logits = malloc((size_t)chunk * (size_t)n_vocab * sizeof *logits);
+    bool ok = logits != NULL;
+    char *word = strtok(positions, ",");
+    for (int32_t start = 0; ok && start < n; start += chunk) {
+        const int32_t end = start + chunk < n ? start + chunk : n;
+        const bool wanted = word != NULL && atoi(word) < end;
+        ok = oracle_decode(o, tokens + start, end - start, wanted ? logits : NULL);
+        for (; ok && word != NULL && atoi(word) < end; word = strtok(NULL, ",")) {
+            const float *row = logits + (size_t)(atoi(word) - start) * (size_t)n_vocab;
+            putchar('[');
+            for (int32_t i = 0; i < n_vocab; i++) {
+                printf("%s%.9g", i > 0 ? ", " : "", (double)row[i]);
+            }
+            puts("]");
+        }
+        if (forget && start > 0) {
+            oracle_remove(o, start, end - 1); /* libllama wants the position before the next one in its cache */
+        }
+    }
+    free(logits);
+    return ok && word == NULL;
+}
+
+static int print_logits(const char *path, char *ids, char *positions, int32_t chunk) {
     int32_t *tokens = malloc(MAX_BYTES * sizeof *tokens);
     int32_t n = 0;
     for (char *word = strtok(ids, "[], \n"); word != NULL; word = strtok(NULL, "[], \n")) {
         tokens[n++] = atoi(word);
     }
-    oracle *o = oracle_open(path, n + 8, false);
+    const bool forget = chunk > 0;
+    chunk = forget ? chunk : 512;
+    oracle *o = oracle_open(path, forget ? 3 * chunk + n / chunk : n + 8, false);
     if (o == NULL) {
         fprintf(stderr, "libllama does not open %s\n", path);
-        free(tokens);
-        return 1;
     }
-    const int32_t n_vocab = oracle_n_vocab(o);
-    float *logits = malloc((size_t)n * (size_t)n_vocab * sizeof *logits);
-    const bool ok = oracle_decode(o, tokens, n, logits);
-    for (char *word = strtok(positions, ","); ok && word != NULL; word = strtok(NULL, ",")) {
-        putchar('[');
-        for (int32_t i = 0; i < n_vocab; i++) {
-            printf("%s%.9g", i > 0 ? ", " : "", (double)logits[(size_t)atoi(word) * (size_t)n_vocab + (size_t)i]);
-        }
-        puts("]");
-    }
-    free(logits);
-    free(tokens);
+    const bool ok = o != NULL && print_rows(o, tokens, n, chunk, forget, positions);
     oracle_close(o);
+    free(tokens);
     return ok ? 0 : 1;
 }
 
 int main(int argc, char **argv) {
     if (argc < 3) {
-        fprintf(stderr, "usage: %s FILE tokens [--plain] | FILE logits P,P,...\n", argv[0]);
+        fprintf(stderr, "usage: %s FILE tokens [--plain] | FILE logits P,P,... [N]\n", argv[0]);
         return 2;
     }
     static char text[MAX_BYTES];
@@ -82,5 +100,5 @@ int main(int argc, char **argv) {
     if (strcmp(argv[2], "tokens") == 0) {
         return print_tokens(argv[1], text, n, argc < 4);
     }
-    return argc > 3 ? print_logits(argv[1], text, argv[3]) : 2;
+    return argc > 3 ? print_logits(argv[1], text, argv[3], argc > 4 ? atoi(argv[4]) : 0) : 2;
 }

@@ -42,8 +42,8 @@ class Made:
     reference: type
     architecture: str
 
-    def logits(self, ids, positions):
-        return self.reference(self.config, self.weights).logits(ids, positions)
+    def logits(self, ids, positions, *chunk):
+        return self.reference(self.config, self.weights).logits(ids, positions, *chunk)
 
 
 def base_config(cls, model_type, **more):

@@ -64,16 +64,19 @@ def rotate(x, positions, inverse, attention, neighbours):
     return out
 
 
-def attend(q, k, v, rows, scale, window=None):
-    """q: (len(rows), heads, dim) of the positions `rows`; k, v: (n, kv_heads, dim)."""
+def attend(q, k, v, rows, keys, scale, window=None, chunk=None):
+    """q: (n, heads, dim) of the positions `rows`; k, v: (m, kv_heads, dim) of the positions `keys`. chunk: of the chunks between the
+    first one and a row's own, only the last key is seen."""
     group = q.shape[1] // k.shape[1]
     out = np.empty(q.shape[:2] + v.shape[2:])
+    key, row = keys[None], rows[:, None]
+    hidden = key > row
+    if window:
+        hidden |= key <= row - window
+    if chunk:
+        hidden |= (key >= chunk) & (key < row // chunk * chunk) & (key % chunk != chunk - 1)
     for h in range(q.shape[1]):
         scores = q[:, h] @ k[:, h // group].T * scale
-        key = np.arange(k.shape[0])[None]
-        hidden = key > rows[:, None]
-        if window:
-            hidden |= key <= rows[:, None] - window
         scores[hidden] = -np.inf
         out[:, h] = softmax(scores) @ v[:, h // group]
     return out.reshape(len(rows), -1)
@@ -126,11 +129,11 @@ class Reference:
         return q, k, v
 
     def attention(self, x, i, rows, output):
+        """x: all positions, self.at tells which; rows: those whose output is wanted, as indices of x."""
         q, k, v = self.qkv(x, i)
         if self.rotates(i):
-            everywhere = np.arange(len(x))
-            q, k = (rotate(y, everywhere, *self.rope(i), self.neighbours) for y in (q, k))
-        return self.linear(attend(q[rows], k, v, rows, self.scale, self.window(i)), output)
+            q, k = (rotate(y, self.at, *self.rope(i), self.neighbours) for y in (q, k))
+        return self.linear(attend(q[rows], k, v, self.at[rows], self.at, self.scale, self.window(i), self.chunk), output)
 
     def feed_forward(self, x, i):
         p = f"model.layers.{i}.mlp."
@@ -164,10 +167,16 @@ class Reference:
         x = self.norm(x, "model.norm")
         return x @ self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"]).T
 
-    def logits(self, ids, positions):
-        x = self.embed(np.asarray(ids))
+    def logits(self, ids, positions, chunk=None):
+        """chunk: see attend; for models of one layer."""
+        ids, positions = np.asarray(ids), np.asarray(positions)
+        self.chunk, self.at = chunk, np.arange(len(ids))
+        if chunk:  # what nobody sees need not be computed
+            near = (self.at[:, None] // chunk == positions[None] // chunk).any(1)
+            self.at = self.at[(self.at < chunk) | (self.at % chunk == chunk - 1) | near]
+        x = self.embed(ids[self.at])
         for i in range(self.n_layers):
-            rows = np.asarray(positions) if i == self.n_layers - 1 else np.arange(len(x))
+            rows = np.searchsorted(self.at, positions) if i == self.n_layers - 1 else np.arange(len(x))
             x = self.layer(x, i, rows)
         return self.output(x)
 
