@@ -175,6 +175,13 @@ def test_chatglm2_has_no_roles(all_families):
     assert fields["tokenizer.ggml.tokens"][364] == "eop"
 
 
+def test_what_is_told_about_a_model(all_families):
+    fields, _ = read_fields(all_families("qwen2")[1])
+    sampling = {key[len("general.sampling."):]: value for key, value in fields.items() if key.startswith("general.sampling.")}
+    assert sampling.keys() == {"top_k", "top_p", "temp", "penalty_repeat"} and sampling["top_k"] == 20
+    assert fields["general.license"] == "apache-2.0" and fields["general.languages"] == ["en"] and fields["general.type"] == "model"
+
+
 def test_special_tokens(all_families):
     fields, _ = read_fields(all_families("llama3")[1])
     assert [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("bos", "eos")] == [380, 381]

@@ -264,6 +264,33 @@ def test_padding_rows(tokenizers, tmp_path, capsys):
     assert "384 tokens" in text and "382 rows" in text
 
 
+def test_a_model_that_also_sees(tokenizers, tmp_path):
+    """Gemma 3's larger models hold a picture model too, and say little in config.json."""
+    made = families.make("gemma3", tmp_path / "plain", tokenizers)
+    expected = read_fields(converted(made.folder, tmp_path / "plain.gguf"))
+    for place in ("language_model.model.", "model.language_model."):
+        folder = tmp_path / place
+        folder.mkdir()
+        for name in ("tokenizer.model", "tokenizer_config.json"):
+            shutil.copy(made.folder / name, folder)
+        text = {key: value for key, value in made.config.items()
+                if key not in ("architectures", "rope_theta", "rope_local_base_freq", "max_position_embeddings", "rms_norm_eps",
+                               "tie_word_embeddings", "bos_token_id", "eos_token_id")}
+        hf.write_json(folder / "config.json", {
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {**text, "rms_norm_eps": 1e-6},
+            "vision_config": {"hidden_size": 8}, "bos_token_id": 2, "eos_token_id": [1, 5], "max_position_embeddings": 4096})
+        weights = {name.replace("model.", place, 1): value for name, value in made.weights.items()}
+        weights["vision_tower.vision_model.embeddings.weight"] = np.zeros((4, 4), np.float32)
+        weights["multi_modal_projector.mm_input_projection_weight"] = np.zeros((4, 4), np.float32)
+        weights["lm_head.weight"] = np.zeros((4, 4), np.float32)
+        hf.save_weights(folder, weights)
+        fields, tensors = read_fields(converted(folder, tmp_path / f"{place}gguf"))
+        assert {key for key, value in expected[0].items() if fields.get(key) != value} <= {
+            "general.name", "tokenizer.ggml.eos_token_id", "general.basename"}
+        assert tensors.keys() == expected[1].keys()
+        assert all(tensor.data.tobytes() == expected[1][name].data.tobytes() for name, tensor in tensors.items())
+
+
 def test_beyond_f16(tokenizers, tmp_path, capsys):
     made = make(tokenizers, tmp_path, formats="F32")
     made.weights["lm_head.weight"][3, 3] = 1e6

@@ -6,7 +6,8 @@
     packed.py       GPTQ and AWQ weights, repacked into ggml's blocks
     families.py     the table of model families: names, shapes, what differs
     metadata.py     config.json to GGUF keys
-    vocabulary.py   tokenizers: sentencepiece.py, byte_level.py, tiktoken.py, special_tokens.py
+    tokenizer.py    vocabularies: vocabulary.py what one is, sentencepiece_vocabulary.py, byte_level.py and tiktoken_vocabulary.py
+                    where it is read from, special_tokens.py start, end and chat template
     output.py       the plan of the output file and its writing
 
 Invariant: everything that can be wrong with the input is found and named before the first byte is written, and the output appears

@@ -18,7 +18,7 @@ from .families import FAMILIES, find_family, hinted_families
 from .metadata import read_hyperparameters, write_hyperparameters
 from .output import FILE_TYPES, Writer, main_type, plan_tensors
 from .special_tokens import SpecialTokens
-from .vocabulary import find_tokenizer, read_vocabulary, write_vocabulary
+from .tokenizer import find_tokenizer, read_vocabulary, write_vocabulary
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Bits per weight, for the check of disk space; types not listed count as the largest.
@@ -76,8 +76,7 @@ def check_folder(folder, hint):
         config = load_json(folder / "config.json")
         family = find_family(config, hint)
         if find_tokenizer(family, folder) is None:
-            missing.append("the tokenizer (" + " or ".join("tokenizer.model" if kind == "chatglm" else kind
-                                                           for kind in family.tokenizers) + ")")
+            missing.append(f"the tokenizer ({' or '.join(family.tokenizers)})")
     else:
         missing.insert(0, "config.json")
     if missing:

@@ -36,7 +36,7 @@ class Family:
     classes: tuple  # "architectures" of config.json
     hints: tuple  # words that --model_name may have in it; the longest one found decides, and may stand for several families
     parts: tuple
-    tokenizers: tuple  # kinds to try, see vocabulary.py
+    tokenizers: tuple  # the files that may hold the vocabulary, the first one that is there is read
     ties_by_default: bool = False  # tie_word_embeddings where config.json is silent
     prefixes: tuple = ()  # stripped from the checkpoint's names
     scales_rope_by_table: bool = False  # llama3's scaling becomes the tensor rope_freqs.weight
@@ -112,7 +112,7 @@ CHATGLM_PARTS = (
 
 MODEL = (EMBEDDING, OUTPUT_NORM, OUTPUT)
 GEMMA_PARTS = (
-    EMBEDDING,
+    EMBEDDING, OUTPUT,
     dataclasses.replace(OUTPUT_NORM, change="plus_one"),
     *_norms(("attn_norm.weight", "input_layernorm.weight", "embd"),
             ("post_attention_norm.weight", "post_attention_layernorm.weight", "embd"),
@@ -143,7 +143,7 @@ FAMILIES = (
     Family("qwen3moe", ("Qwen3MoeForCausalLM",), ("qwen3moe", "qwen3-moe", "qwen3", "qwen"),
            (*MODEL, *PRE_NORMS, *_norms(*HEAD_NORMS), *_attention(bias=None), *EXPERTS), BPE),
     Family("chatglm", ("ChatGLMModel", "ChatGLMForConditionalGeneration"), ("chatglm", "glm-4", "glm4", "glm"), CHATGLM_PARTS,
-           ("chatglm",)),
+           SPM_OR_BPE),
     Family("glm4", ("Glm4ForCausalLM",), ("glm-4", "glm4", "glm-z1", "glm"), GLM4_PARTS, BPE),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3", "gemma-3", "gemma"), GEMMA_PARTS, SPM_OR_BPE,
            ties_by_default=True, prefixes=("language_model.",)),

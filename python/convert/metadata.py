@@ -107,14 +107,13 @@ def _read_common(family, config):
         ff=config.need("intermediate_size"), heads=heads, kv_heads=config.need("num_key_value_heads", default=heads),
         head_dim=head_dim, epsilon=float(config.get("rms_norm_eps", default=1e-6)), vocab=config.get("vocab_size"), rope=rope,
         rope_base=base, rotated=None, local_rope_base=local_base)
-    partial = float(config.get("partial_rotary_factor", default=rope.get("partial_rotary_factor", 1.0)))
-    if family.architecture in ("llama", "smollm3"):
-        hyper.rotated = head_dim
-    elif family.architecture == "glm4":
-        partial = float(config.get("partial_rotary_factor", default=rope.get("partial_rotary_factor", 0.5)))
-        hyper.rotated = int(head_dim * partial)
-    if partial != 1.0 and family.architecture != "glm4":
+    partial = float(config.get("partial_rotary_factor", default=rope.get("partial_rotary_factor", 0)))
+    if family.architecture == "glm4":
+        hyper.rotated = int(head_dim * (partial or 0.5))
+    elif partial not in (0, 1):
         raise ConvertError(f"config.json: partial_rotary_factor {partial} is not supported for {family.architecture}")
+    elif family.architecture in ("llama", "smollm3"):
+        hyper.rotated = head_dim
     hyper.writes_head_dim = family.architecture in ("llama", "gemma3") or config.get("head_dim") is not None
     if family.architecture == "qwen3moe":
         hyper.experts, hyper.experts_used = config.need("num_experts"), config.need("num_experts_per_tok")

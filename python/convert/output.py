@@ -11,7 +11,7 @@ from typing import Callable
 import gguf
 import numpy as np
 
-from .checkpoint import shorten
+from .checkpoint import load_json, shorten
 from .errors import ConvertError
 from .families import IGNORED_PREFIXES, IGNORED_SUFFIXES
 from .metadata import rope_factors
@@ -22,6 +22,13 @@ TYPES = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"
 # general.file_type by the type of most weights
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
 PIECE_BYTES = 32 << 20
+# general.sampling.* -> names in generation_config.json
+SAMPLING = {
+    "top_k": ("top_k",), "top_p": ("top_p",), "min_p": ("min_p",), "xtc_probability": ("xtc_probability",),
+    "xtc_threshold": ("xtc_threshold",), "temp": ("temperature",), "penalty_last_n": ("penalty_last_n",),
+    "penalty_repeat": ("penalty_repeat", "repetition_penalty"), "mirostat": ("mirostat",), "mirostat_tau": ("mirostat_tau",),
+    "mirostat_eta": ("mirostat_eta",),
+}
 
 
 @dataclasses.dataclass
@@ -193,7 +200,22 @@ class Writer:
         if metadata.size_label is None and total > 0:
             metadata.size_label = gguf.size_label(total, shared, expert, n_experts)
         self.writer.add_type(gguf.GGUFType.MODEL)
+        for field in vars(metadata):  # what versions of gguf disagree about
+            if field.startswith("sampling_"):
+                setattr(metadata, field, None)
         metadata.set_gguf_meta_model(self.writer)
+        if (folder / "generation_config.json").is_file():
+            self._add_sampling(load_json(folder / "generation_config.json"))
+
+    def _add_sampling(self, settings):
+        for key, names in SAMPLING.items():
+            value = next((settings[name] for name in names if settings.get(name) is not None), None)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if key in ("top_k", "penalty_last_n", "mirostat"):
+                self.writer.add_int32("general.sampling." + key, int(value))
+            else:
+                self.writer.add_float32("general.sampling." + key, float(value))
 
     def write(self, path, progress):
         """progress(n): called with the bytes that each piece added."""

@@ -8,8 +8,8 @@ import json
 import re
 
 from .checkpoint import load_json
-from .errors import ConvertError
-from .vocabulary import (BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, TokenTable, Vocabulary, put_added, warn_differing)
+from .errors import ConvertError, warn
+from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, TokenTable, Vocabulary, put_added
 
 ADDED_SCORE = -1000.0
 CHATGLM_MARKS = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"]
@@ -46,7 +46,7 @@ def read_model(path, folder, family):
     for token, entry in (settings.get("added_tokens_decoder") or {}).items():
         token, text = int(token), entry["content"]
         if table.types.get(token, UNUSED) not in (UNUSED, USER_DEFINED) and table.tokens[token] != text:
-            warn_differing(token, table.tokens[token], text, "tokenizer_config.json")
+            warn(f"token {token} is {table.tokens[token]!r} in tokenizer.model, but {text!r} in tokenizer_config.json, which counts")
         put_added(table, token, text, entry.get("special"), ADDED_SCORE)
     if (folder / "tokenizer.json").is_file():
         for entry in load_json(folder / "tokenizer.json").get("added_tokens") or []:

@@ -1,4 +1,4 @@
-"""A model's vocabulary as GGUF stores it, and the choice of the file to read it from.
+"""A model's vocabulary as GGUF stores it.
 
 Two kinds exist: "llama" (sentencepiece: pieces with scores, spaces as U+2581, unknown characters as bytes) and "gpt2" (byte-level BPE:
 merges, bytes as printable characters, a named rule that splits text beforehand). The vocabulary always has as many tokens as the
@@ -8,7 +8,7 @@ embedding has rows: missing ones become unused tokens, which are never produced 
 import dataclasses
 from typing import Optional
 
-from .errors import ConvertError, warn
+from .errors import ConvertError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
@@ -73,71 +73,3 @@ def put_added(table, token, text, special, score=0.0):
         table.put(token, text, CONTROL, score)
     else:
         table.put(token, text.replace("\u2581", " "), USER_DEFINED, score)
-
-
-def find_tokenizer(family, folder):
-    """The file to read, or None."""
-    names = {"chatglm": ("tokenizer.model", "tokenizer.json")}
-    for kind in family.tokenizers:
-        for name in names.get(kind, (kind,)):
-            if (folder / name).is_file():
-                return folder / name
-    return None
-
-
-def read_vocabulary(family, folder, config, hint):
-    from . import byte_level, sentencepiece_vocabulary, tiktoken_vocabulary
-
-    path = find_tokenizer(family, folder)
-    if path is None:
-        raise ConvertError(f"{folder} has no tokenizer: {' or '.join(family.tokenizers)} is needed")
-    if path.name == "qwen.tiktoken":
-        return tiktoken_vocabulary.read_qwen(path)
-    if path.name == "tokenizer.json":
-        return byte_level.read_tokenizer_json(family, path, folder)
-    if family.architecture == "chatglm":
-        if tiktoken_vocabulary.is_ranks(path):
-            return tiktoken_vocabulary.read_glm4(path, folder)
-        return sentencepiece_vocabulary.read_chatglm(path, folder, config, hint)
-    return sentencepiece_vocabulary.read_model(path, folder, family)
-
-
-def write_vocabulary(vocabulary, specials, add, add_array):
-    """add(key, value) and add_array(key, values) as in output.py; `specials` is a SpecialTokens."""
-    prefix = "tokenizer.ggml."
-    add(prefix + "model", vocabulary.model)
-    add(prefix + "pre", vocabulary.pre)
-    add_array(prefix + "tokens", vocabulary.tokens)
-    if vocabulary.scores is not None:
-        add_array(prefix + "scores", vocabulary.scores)
-    add_array(prefix + "token_type", vocabulary.types)
-    if vocabulary.merges is not None:
-        if not vocabulary.merges:
-            raise ConvertError("the tokenizer has no merges; tokenizer.json or merges.txt is incomplete")
-        add_array(prefix + "merges", vocabulary.merges)
-    if vocabulary.add_space_prefix is not None:
-        add(prefix + "add_space_prefix", vocabulary.add_space_prefix)
-    if vocabulary.add_bos is not None:
-        specials.adds["bos"] = vocabulary.add_bos
-    for kind, token in vocabulary.specials.items():
-        specials.set(kind, token)
-    specials.write(add)
-    _write_chat_template(specials.chat_template, add, add_array)
-
-
-def _write_chat_template(template, add, add_array):
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        others = sorted(name for name, text in named.items() if name and name != "default" and isinstance(text, str))
-        for name in others:
-            safe = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
-            add("tokenizer.chat_template." + safe, named[name])
-        if others:
-            add_array("tokenizer.chat_templates", others)
-        template = named.get("default")
-    if isinstance(template, str):
-        add("tokenizer.chat_template", template)
-
-
-def warn_differing(token, first, second, where):
-    warn(f"token {token} is {first!r} in the tokenizer, but {second!r} in {where}; {where} counts")

@@ -124,6 +124,9 @@ def qwen2(folder, tokenizers):
     config = base_config("Qwen2ForCausalLM", "qwen2", rope_theta=1000000.0, bos_token_id=381, eos_token_id=383,
                          vocab_size=400, use_sliding_window=False, sliding_window=4096, max_window_layers=2, rms_norm_eps=1e-6)
     save_qwen_tokenizer(folder, tokenizers)
+    hf.write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8,
+                                                      "repetition_penalty": 1.05})
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: Someone/Base-7B\ntags:\n- chat\n---\n# A\n")
     return config, hf.llama_names(config, biases="qkv"), reference.Reference, "qwen2"
 
 
@@ -212,6 +215,8 @@ def make(name, folder, tokenizers, changes=None, formats="BF16", container="safe
     if changes:
         config = {key: value for key, value in {**config, **changes}.items() if value is not None}
         shapes = _shapes_again(config, shapes)
+    if name in ("llama2", "chatglm2"):  # a buffer that old checkpoints hold and nobody needs
+        shapes["transformer.rotary_pos_emb.inv_freq" if name == "chatglm2" else "model.layers.0.self_attn.rotary_emb.inv_freq"] = (8,)
     weights = hf.random_weights(shapes, seed, norm_mean=0.0 if cls.one_plus else 1.0)
     held = hf.save_weights(folder, weights, formats, container, shards)
     hf.write_json(folder / "config.json", config)
