@@ -50,13 +50,13 @@ def refused(capsys, folder, out, *args):
 
 def llama_logits(path, ids, positions, *chunk):
     result = subprocess.run([ASK, str(path), "logits", ",".join(map(str, positions)), *map(str, chunk)], input=str(list(ids)), capture_output=True,
-                            text=True, timeout=60)
+                            text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return np.array([json.loads(line) for line in result.stdout.splitlines()])
 
 
 def llama_tokens(path, text, *flags):
-    result = subprocess.run([ASK, str(path), "tokens", *flags], input=text.encode(), capture_output=True, timeout=60)
+    result = subprocess.run([ASK, str(path), "tokens", *flags], input=text.encode(), capture_output=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -113,7 +113,7 @@ def test_main_generates(all_families, tmp_path, name):
     made, path = all_families(name)
     stats = tmp_path / "stats.json"
     result = subprocess.run([MAIN, "-m", str(path), "-p", "And God said", "-n", "4", "--temp", "0", "-t", "1", "--ignore-eos",
-                             "--stats-json", str(stats)], capture_output=True, timeout=60)
+                             "--stats-json", str(stats)], capture_output=True, timeout=300)
     assert result.returncode == 0, result.stderr
     ids = llama_tokens(path, "And God said")
     for token in hf.read_json(stats)["generated_token_ids"]:

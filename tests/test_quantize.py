@@ -125,7 +125,7 @@ def test_no_space(wide, tmp_path):
 def test_stopped(tmp_path):
     source, out = tmp_path / "source.gguf", tmp_path / "out.gguf"
     subprocess.run([os.environ["DT_MAKE_MODEL"], str(source), "--layers", "4", "--embd", "1024", "--heads", "8", "--kv-heads", "8",
-                    "--head-dim", "128", "--ff", "4096", "--vocab", "4000", "--type", "f16"], check=True, timeout=60)
+                    "--head-dim", "128", "--ff", "4096", "--vocab", "4000", "--type", "f16"], check=True, timeout=300)
     for stop, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         process = subprocess.Popen([QUANTIZE, str(source), str(out), "Q4_K_M", "-t", "1"], stderr=subprocess.PIPE)
         deadline = time.monotonic() + 30
@@ -139,5 +139,5 @@ def test_stopped(tmp_path):
 def test_help_and_list():
     assert quantize("--help").returncode == 0 and "Q4_K_M" in quantize("--list").stdout.split()
     assert quantize("--version").stdout.startswith("DeepTutor ")
-    result = subprocess.run([sys.executable, str(HERE.parent / "convert.py"), "--help"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, str(HERE.parent / "convert.py"), "--help"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and "--pytorch_model_path" in result.stdout

@@ -8,8 +8,6 @@
  *                                       stays in the cache of each chunk but the first is its last token, so that far positions
  *                                       cost little
  */
-#include "support/oracle.h"
-
 #include "llama.h"
 
 #include <stdio.h>
@@ -46,29 +44,75 @@ static int print_tokens(const char *path, const char *text, size_t n, bool parse
     return count < 0;
 }
 
+typedef struct reader {
+    struct llama_model *model;
+    struct llama_context *ctx;
+    int32_t n_vocab;
+} reader;
+
+static void reader_close(reader *r) {
+    if (r->ctx != NULL) {
+        llama_free(r->ctx);
+    }
+    if (r->model != NULL) {
+        llama_model_free(r->model);
+    }
+}
+
+/* One thread: the models are tiny, and a second one only waits, which takes long where the cores are busy. */
+static bool reader_open(reader *r, const char *path, int32_t n_ctx, int32_t chunk) {
+    llama_log_set(drop_log, NULL);
+    r->model = llama_model_load_from_file(path, llama_model_default_params());
+    if (r->model != NULL) {
+        struct llama_context_params params = llama_context_default_params();
+        params.n_ctx = (uint32_t)n_ctx;
+        params.n_batch = params.n_ubatch = (uint32_t)chunk;
+        params.n_threads = params.n_threads_batch = 1;
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+        r->ctx = llama_init_from_model(r->model, params);
+        r->n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(r->model));
+    }
+    return r->ctx != NULL;
+}
+
+static bool decode(reader *r, const int32_t *tokens, int32_t start, int32_t end, bool all_logits) {
+    struct llama_batch batch = llama_batch_init(end - start, 0, 1);
+    batch.n_tokens = end - start;
+    for (int32_t i = 0; i < batch.n_tokens; i++) {
+        batch.token[i] = tokens[start + i];
+        batch.pos[i] = start + i;
+        batch.n_seq_id[i] = 1;
+        batch.seq_id[i][0] = 0;
+        batch.logits[i] = all_logits || i == batch.n_tokens - 1;
+    }
+    const bool ok = llama_decode(r->ctx, batch) == 0;
+    llama_batch_free(batch);
+    return ok;
+}
+
+static void print_row(const reader *r, int32_t i) {
+    const float *row = llama_get_logits_ith(r->ctx, i);
+    putchar('[');
+    for (int32_t k = 0; k < r->n_vocab; k++) {
+        printf("%s%.9g", k > 0 ? ", " : "", (double)row[k]);
+    }
+    puts("]");
+}
+
 /* Decodes in chunks and prints the wanted rows; false when libllama fails. */
-static bool print_rows(oracle *o, const int32_t *tokens, int32_t n, int32_t chunk, bool forget, char *positions) {
-    const int32_t n_vocab = oracle_n_vocab(o);
-    float *logits = malloc((size_t)chunk * (size_t)n_vocab * sizeof *logits);
-    bool ok = logits != NULL;
+static bool print_rows(reader *r, const int32_t *tokens, int32_t n, int32_t chunk, bool forget, char *positions) {
+    bool ok = true;
     char *word = strtok(positions, ",");
     for (int32_t start = 0; ok && start < n; start += chunk) {
         const int32_t end = start + chunk < n ? start + chunk : n;
-        const bool wanted = word != NULL && atoi(word) < end;
-        ok = oracle_decode(o, tokens + start, end - start, wanted ? logits : NULL);
+        ok = decode(r, tokens, start, end, word != NULL && atoi(word) < end);
         for (; ok && word != NULL && atoi(word) < end; word = strtok(NULL, ",")) {
-            const float *row = logits + (size_t)(atoi(word) - start) * (size_t)n_vocab;
-            putchar('[');
-            for (int32_t i = 0; i < n_vocab; i++) {
-                printf("%s%.9g", i > 0 ? ", " : "", (double)row[i]);
-            }
-            puts("]");
+            print_row(r, atoi(word) - start);
         }
-        if (forget && start > 0) {
-            oracle_remove(o, start, end - 1); /* libllama wants the position before the next one in its cache */
+        if (forget && start > 0) { /* libllama wants the position before the next one in its cache */
+            llama_memory_seq_rm(llama_get_memory(r->ctx), 0, start, end - 1);
         }
     }
-    free(logits);
     return ok && word == NULL;
 }
 
@@ -80,12 +124,13 @@ static int print_logits(const char *path, char *ids, char *positions, int32_t ch
     }
     const bool forget = chunk > 0;
     chunk = forget ? chunk : 512;
-    oracle *o = oracle_open(path, forget ? 3 * chunk + n / chunk : n + 8, false);
-    if (o == NULL) {
+    reader r = {0};
+    bool ok = reader_open(&r, path, forget ? 3 * chunk + n / chunk : n + 8, chunk);
+    if (!ok) {
         fprintf(stderr, "libllama does not open %s\n", path);
     }
-    const bool ok = o != NULL && print_rows(o, tokens, n, chunk, forget, positions);
-    oracle_close(o);
+    ok = ok && print_rows(&r, tokens, n, chunk, forget, positions);
+    reader_close(&r);
     free(tokens);
     return ok ? 0 : 1;
 }
