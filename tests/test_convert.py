@@ -8,19 +8,19 @@ import os
 import pathlib
 import subprocess
 
-import numpy as np
 import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
 ASK = os.environ.get("DT_ASK_LLAMA", "")
 MAIN = os.environ.get("DT_MAIN", "")
-PACKAGES = ("gguf", "safetensors", "sentencepiece", "tokenizers", "tqdm")
+PACKAGES = ("numpy", "gguf", "safetensors", "sentencepiece", "tokenizers", "tqdm")
 
 pytestmark = pytest.mark.skipif(not os.access(ASK, os.X_OK), reason="DT_ASK_LLAMA names no program")
 for package in PACKAGES:
     pytest.importorskip(package)
 
 import gguf  # noqa: E402
+import numpy as np  # noqa: E402
 import hf_families as families  # noqa: E402
 import hf_folder as hf  # noqa: E402
 from convert.command import main as convert  # noqa: E402

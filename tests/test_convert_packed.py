@@ -1,9 +1,9 @@
 """GPTQ and AWQ checkpoints: every repacked weight against the checkpoint's own value, unpacked number by number in the test."""
-import numpy as np
 import pytest
 
-import hf_packed
 from test_convert import (converted, families, hf, llama_logits, random_ids, read_fields, refused)
+import numpy as np  # test_convert skips where it is missing
+import hf_packed
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
 PARTS = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",

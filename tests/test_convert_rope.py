@@ -3,10 +3,10 @@ folder, and the same numpy model without the scaling must be far off, or the tes
 
 One layer, whose queries and keys are scaled up so that attention picks few tokens and a wrong angle shows.
 """
-import numpy as np
 import pytest
 
 from test_convert import converted, families, hf, llama_logits, random_ids, read_fields, refused
+import numpy as np  # test_convert skips where it is missing
 
 POSITIONS = [10, 3000, 20000]
 CHUNK = 128  # keys between the first chunk and a position's own are left out, but for one in a chunk

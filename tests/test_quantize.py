@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from test_convert import (HERE, converted, families, hf, llama_logits, random_ids, read_fields, refused)
+import numpy as np  # test_convert skips where it is missing
 
 QUANTIZE = os.environ.get("DT_QUANTIZE", "")
 pytestmark = pytest.mark.skipif(not os.access(QUANTIZE, os.X_OK), reason="DT_QUANTIZE names no program")
