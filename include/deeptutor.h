@@ -96,6 +96,23 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
 void dt_model_close(dt_model *model);
 const dt_model_info *dt_model_get_info(const dt_model *model);
 
+/* ---- quantizing --------------------------------------------------------------------------------- */
+
+typedef struct dt_quantize_params {
+    const char *input;  /* GGUF file, or the first of a split set */
+    const char *output; /* written as OUTPUT.part, renamed when it is whole */
+    const char *type;   /* "Q4_K_M", any case; dt_quantize_type lists them */
+    int32_t n_threads;  /* <= 0: as many as there are processors */
+    /* May be NULL. Called after each tensor. */
+    void (*progress)(int64_t n_done, int64_t n_tensors, void *user);
+    void *progress_user;
+} dt_quantize_params;
+
+/* The i-th type that dt_quantize knows, NULL past the last. */
+const char *dt_quantize_type(size_t i);
+/* Writes a quantized copy of a model. Tensors that are quantized already are copied as they are. One call at a time. */
+dt_status dt_quantize(const dt_quantize_params *params, dt_error *error);
+
 /* ---- text --------------------------------------------------------------------------------------- */
 
 /* Tokenizes `n_bytes` of UTF-8. add_special: prepend the start token where the model wants one (never a second

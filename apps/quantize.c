@@ -1,0 +1,137 @@
+/*
+ * ./deeptutor-quantize IN.gguf OUT.gguf TYPE: libllama's quantizer.
+ *
+ * Exit code 0: done; 1: it failed; 2: bad usage. A run that is stopped removes what it wrote. stdout stays empty but for --list.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "deeptutor.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+static char temporary[4096];
+
+static void on_stop(int signal_number) {
+    unlink(temporary);
+    _exit(128 + signal_number);
+}
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static void show_progress(int64_t n_done, int64_t n_tensors, void *user) {
+    const double started = *(const double *)user, taken = seconds_now() - started;
+    const double left = n_done > 0 ? taken * (double)(n_tensors - n_done) / (double)n_done : 0;
+    fprintf(stderr, "\rquantizing: tensor %lld of %lld, %.0f s left \033[K", (long long)n_done, (long long)n_tensors, left);
+}
+
+static double megabytes(const char *path) {
+    struct stat file;
+    return stat(path, &file) == 0 ? (double)file.st_size / 1e6 : 0;
+}
+
+static int usage(FILE *file) {
+    fputs("usage: deeptutor-quantize IN.gguf OUT.gguf TYPE [-t THREADS]\n"
+          "Writes a quantized copy of a model; tensors that are quantized already stay as they are.\n"
+          "  -t, --threads N   threads (all processors)\n"
+          "  --list            print the types, one a line\n"
+          "  --version\n"
+          "types:",
+          file);
+    for (size_t i = 0; dt_quantize_type(i) != NULL; i++) {
+        fprintf(file, " %s", dt_quantize_type(i));
+    }
+    fputc('\n', file);
+    return file == stdout ? 0 : 2;
+}
+
+static int bad_usage(const char *what, const char *word) {
+    fprintf(stderr, "error: %s%s; --help tells how it is used\n", what, word);
+    return 2;
+}
+
+/* Fills params; returns an exit code, or -1 to go on. */
+static int parse(int argc, char **argv, dt_quantize_params *params) {
+    const char *words[3] = {0};
+    int n_words = 0;
+    for (int i = 1; i < argc; i++) {
+        const char *word = argv[i];
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) {
+            return usage(stdout);
+        }
+        if (strcmp(word, "--version") == 0) {
+            puts("DeepTutor " DT_VERSION);
+            return 0;
+        }
+        if (strcmp(word, "--list") == 0) {
+            for (size_t k = 0; dt_quantize_type(k) != NULL; k++) {
+                puts(dt_quantize_type(k));
+            }
+            return 0;
+        }
+        if (strcmp(word, "-t") == 0 || strcmp(word, "--threads") == 0) {
+            char *end = NULL;
+            const long n = i + 1 < argc ? strtol(argv[++i], &end, 10) : -1;
+            if (end == NULL || *end != 0 || n < 0 || n > 4096) {
+                return bad_usage("-t needs a number of threads", "");
+            }
+            params->n_threads = (int32_t)n;
+        } else if (word[0] == '-') {
+            return bad_usage("there is no flag ", word);
+        } else if (n_words == 3) {
+            return bad_usage("one word too many: ", word);
+        } else {
+            words[n_words++] = word;
+        }
+    }
+    if (n_words == 0) {
+        return usage(stderr);
+    }
+    if (n_words < 3) {
+        return bad_usage("an input file, an output file and a type are needed", "");
+    }
+    params->input = words[0];
+    params->output = words[1];
+    params->type = words[2];
+    return -1;
+}
+
+int main(int argc, char **argv) {
+    const double started = seconds_now();
+    dt_quantize_params params = {.progress = isatty(STDERR_FILENO) ? show_progress : NULL, .progress_user = (void *)&started};
+    const int exit_code = parse(argc, argv, &params);
+    if (exit_code >= 0) {
+        return exit_code;
+    }
+    if ((size_t)snprintf(temporary, sizeof temporary, "%s.part", params.output) >= sizeof temporary) {
+        return bad_usage("the output's name is too long", "");
+    }
+    struct sigaction action = {.sa_handler = on_stop};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGHUP, &action, NULL);
+    action.sa_handler = SIG_IGN;
+    sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */
+
+    dt_error error = {0};
+    const dt_status status = dt_quantize(&params, &error);
+    if (params.progress != NULL) {
+        fputs("\r\033[K", stderr);
+    }
+    if (status != DT_OK) {
+        fprintf(stderr, "error: %s\n", error.message);
+        return status == DT_ERR_ARGUMENT ? 2 : 1;
+    }
+    const double taken = seconds_now() - started, before = megabytes(params.input), after = megabytes(params.output);
+    fprintf(stderr, "quantized: %.1f MB to %.1f MB (%s) in %.1f s, %.0f MB/s\n", before, after, params.type, taken, before / taken);
+    return 0;
+}

@@ -1,0 +1,22 @@
+"""Converts a Hugging Face folder to GGUF, offline: python convert.py --pytorch_model_path DIR --quantize True
+
+The work is in python/convert/. Where the packages of requirements.txt are missing here but .venv has them, .venv's Python takes over.
+"""
+
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "python"))
+
+if __name__ == "__main__":
+    try:
+        from convert.command import main
+    except ModuleNotFoundError as error:
+        venv = ROOT / ".venv" / "bin" / "python"
+        if not venv.exists() or pathlib.Path(sys.prefix).resolve() == ROOT / ".venv":
+            sys.exit(f"error: the Python package {error.name} is missing; install what is needed: "
+                     f"{sys.executable} -m pip install -r {ROOT / 'requirements.txt'}")
+        os.execv(str(venv), [str(venv), *sys.argv])
+    sys.exit(main())

@@ -1,0 +1,226 @@
+/*
+ * Quantizing a GGUF file, by libllama's quantizer.
+ *
+ * What ggml or libllama would abort on is checked before. Invariants: the output appears under its name only when it is whole; a
+ * tensor that is quantized already keeps its type, so that weights repacked from another format stay as exact as they are.
+ */
+#include "weights/gguf_file.h"
+
+#include "llama.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/stat.h>
+
+/* Those that need no importance matrix. */
+static const struct {
+    const char *name;
+    enum llama_ftype ftype;
+} types[] = {
+    {"Q4_0", LLAMA_FTYPE_MOSTLY_Q4_0},     {"Q4_1", LLAMA_FTYPE_MOSTLY_Q4_1},     {"Q5_0", LLAMA_FTYPE_MOSTLY_Q5_0},
+    {"Q5_1", LLAMA_FTYPE_MOSTLY_Q5_1},     {"Q8_0", LLAMA_FTYPE_MOSTLY_Q8_0},     {"Q2_K", LLAMA_FTYPE_MOSTLY_Q2_K},
+    {"Q3_K_S", LLAMA_FTYPE_MOSTLY_Q3_K_S}, {"Q3_K_M", LLAMA_FTYPE_MOSTLY_Q3_K_M}, {"Q3_K_L", LLAMA_FTYPE_MOSTLY_Q3_K_L},
+    {"Q4_K_S", LLAMA_FTYPE_MOSTLY_Q4_K_S}, {"Q4_K_M", LLAMA_FTYPE_MOSTLY_Q4_K_M}, {"Q5_K_S", LLAMA_FTYPE_MOSTLY_Q5_K_S},
+    {"Q5_K_M", LLAMA_FTYPE_MOSTLY_Q5_K_M}, {"Q6_K", LLAMA_FTYPE_MOSTLY_Q6_K},     {"IQ4_NL", LLAMA_FTYPE_MOSTLY_IQ4_NL},
+    {"IQ4_XS", LLAMA_FTYPE_MOSTLY_IQ4_XS}, {"F16", LLAMA_FTYPE_MOSTLY_F16},       {"BF16", LLAMA_FTYPE_MOSTLY_BF16},
+    {"F32", LLAMA_FTYPE_ALL_F32},
+};
+#define N_TYPES (sizeof types / sizeof types[0])
+
+const char *dt_quantize_type(size_t i) { return i < N_TYPES ? types[i].name : NULL; }
+
+static bool find_type(const char *name, enum llama_ftype *out) {
+    for (size_t i = 0; i < N_TYPES; i++) {
+        if (strcasecmp(types[i].name, name) == 0) {
+            *out = types[i].ftype;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ---- what libllama says meanwhile --------------------------------------------------------------- */
+
+typedef struct listener {
+    const dt_quantize_params *params;
+    char line[512];
+    char last_error[512];
+} listener;
+
+/* A tensor's line begins with "[ 12/ 291] " and ends when the tensor is done. */
+static void listen(enum ggml_log_level level, const char *text, void *user) {
+    listener *l = user;
+    if (level == GGML_LOG_LEVEL_ERROR && text[0] != '\n') {
+        snprintf(l->last_error, sizeof l->last_error, "%s", text);
+    }
+    const size_t used = strlen(l->line);
+    snprintf(l->line + used, sizeof l->line - used, "%s", text);
+    if (strchr(text, '\n') != NULL) {
+        int done = 0, total = 0;
+        if (l->params->progress != NULL && sscanf(l->line, "[ %d / %d ]", &done, &total) == 2) {
+            l->params->progress(done, total, l->params->progress_user);
+        }
+        l->line[0] = 0;
+    }
+}
+
+/* ---- checks ------------------------------------------------------------------------------------- */
+
+static dt_status check_number(const dt_gguf *gguf, const char *architecture, const char *suffix, bool required, uint32_t low,
+                              uint32_t high, dt_error *error) {
+    char key[128];
+    uint32_t value = low;
+    snprintf(key, sizeof key, "%.64s.%s", architecture, suffix);
+    const dt_status status = dt_gguf_u32(gguf, key, required, &value, error);
+    if (status == DT_OK && (value < low || value > high)) {
+        return dt_fail(error, DT_ERR_FORMAT, "%s: %s is %u, but must be from %u to %u", dt_gguf_path(gguf), key, value, low, high);
+    }
+    return status;
+}
+
+static dt_status check_input(const dt_gguf *gguf, dt_error *error) {
+    const char *architecture = NULL;
+    dt_status status = dt_gguf_string(gguf, "general.architecture", true, &architecture, error);
+    if (status == DT_OK) {
+        status = check_number(gguf, architecture, "block_count", true, 1, 512, error);
+    }
+    if (status == DT_OK) {
+        status = check_number(gguf, architecture, "expert_count", false, 0, 512, error);
+    }
+    if (status == DT_OK) {
+        uint32_t n_experts = 0;
+        char key[128];
+        snprintf(key, sizeof key, "%.64s.expert_count", architecture);
+        status = dt_gguf_u32(gguf, key, false, &n_experts, error);
+        if (status == DT_OK) {
+            status = check_number(gguf, architecture, "expert_used_count", n_experts > 0, n_experts > 0, n_experts, error);
+        }
+    }
+    return status;
+}
+
+static bool is_same_file(const char *a, const char *b) {
+    struct stat of_a, of_b;
+    return stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+}
+
+/* ---- the work ----------------------------------------------------------------------------------- */
+
+/* Patterns that keep the type of each tensor that is quantized already; the last one has a NULL pattern. *out_names holds their
+ * memory. NULL when there is none, or no memory (*out_failed). */
+static struct llama_model_tensor_override *keep_quantized(const dt_gguf *gguf, char **out_names, bool *out_failed) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < gguf->n_tensors; i++) {
+        n += ggml_is_quantized(gguf->tensors[i].type);
+    }
+    *out_names = NULL;
+    *out_failed = false;
+    if (n == 0) {
+        return NULL;
+    }
+    const size_t name_bytes = 2 * GGML_MAX_NAME + 3; /* each character escaped, ^ and $ */
+    struct llama_model_tensor_override *keep = calloc((size_t)n + 1, sizeof *keep);
+    char *name = *out_names = calloc((size_t)n, name_bytes);
+    if (keep == NULL || name == NULL) {
+        free(keep);
+        free(name);
+        *out_names = NULL;
+        *out_failed = true;
+        return NULL;
+    }
+    n = 0;
+    for (int64_t i = 0; i < gguf->n_tensors; i++) {
+        if (!ggml_is_quantized(gguf->tensors[i].type)) {
+            continue;
+        }
+        char *to = name;
+        *to++ = '^';
+        for (const char *from = gguf->tensors[i].name; *from != 0; from++) {
+            if (strchr(".[](){}*+?|^$\\", *from) != NULL) {
+                *to++ = '\\';
+            }
+            *to++ = *from;
+        }
+        *to = '$';
+        keep[n].pattern = name;
+        keep[n++].type = gguf->tensors[i].type;
+        name += name_bytes;
+    }
+    return keep;
+}
+
+static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftype ftype, const dt_gguf *gguf, const char *temporary,
+                               dt_error *error) {
+    char *names = NULL;
+    bool failed = false;
+    struct llama_model_tensor_override *keep = keep_quantized(gguf, &names, &failed);
+    if (failed) {
+        return dt_fail_memory(error, (size_t)gguf->n_tensors * GGML_MAX_NAME, "the names of the tensors");
+    }
+    struct llama_model_quantize_params quantize = llama_model_quantize_default_params();
+    quantize.nthread = params->n_threads;
+    quantize.ftype = ftype;
+    quantize.tt_overrides = keep;
+    quantize.max_buf_size = (size_t)512 << 20; /* libllama's 8 GiB are more than small machines have */
+
+    listener l = {.params = params};
+    ggml_log_callback log;
+    void *log_user;
+    llama_log_get(&log, &log_user);
+    llama_log_set(listen, &l);
+    const uint32_t result = llama_model_quantize(params->input, temporary, &quantize);
+    llama_log_set(log, log_user);
+    free(keep);
+    free(names);
+    if (result != 0) {
+        l.last_error[strcspn(l.last_error, "\n")] = 0;
+        return dt_fail(error, DT_ERR_IO, "%s could not be quantized to %s: %s; is there enough space for %s?", params->input,
+                       params->type, l.last_error[0] != 0 ? l.last_error : "no reason given", temporary);
+    }
+    return DT_OK;
+}
+
+dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
+    enum llama_ftype ftype;
+    if (params == NULL || params->input == NULL || params->output == NULL || params->type == NULL) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "dt_quantize needs an input, an output and a type");
+    }
+    if (!find_type(params->type, &ftype)) {
+        char known[256] = "";
+        for (size_t i = 0; i < N_TYPES; i++) {
+            const size_t used = strlen(known);
+            snprintf(known + used, sizeof known - used, "%s%s", i > 0 ? ", " : "", types[i].name);
+        }
+        return dt_fail(error, DT_ERR_ARGUMENT, "there is no type %.40s; known: %s", params->type, known);
+    }
+    if (is_same_file(params->input, params->output)) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "input and output are the same file, %s; give the output another name",
+                       params->input);
+    }
+    dt_gguf *gguf = NULL;
+    dt_status status = dt_gguf_open(params->input, &gguf, error);
+    if (status == DT_OK) {
+        status = check_input(gguf, error);
+    }
+    const size_t capacity = strlen(params->output) + sizeof ".part";
+    char *temporary = status == DT_OK ? malloc(capacity) : NULL;
+    if (status == DT_OK && temporary == NULL) {
+        status = dt_fail_memory(error, capacity, "a file name");
+    }
+    if (status == DT_OK) {
+        snprintf(temporary, capacity, "%s.part", params->output);
+        status = run_quantizer(params, ftype, gguf, temporary, error);
+        if (status == DT_OK && rename(temporary, params->output) != 0) {
+            status = dt_fail(error, DT_ERR_IO, "%s could not be renamed to %s: %s", temporary, params->output, strerror(errno));
+        }
+        if (status != DT_OK) {
+            remove(temporary);
+        }
+    }
+    free(temporary);
+    dt_gguf_free(gguf);
+    return status;
+}

@@ -1,0 +1,143 @@
+"""./deeptutor-quantize and convert.py --quantize: the types that come out, what stays as it is, and what is refused.
+
+The numbers are libllama's; that they are right is checked by how far the logits move.
+"""
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from test_convert import (HERE, converted, families, hf, llama_logits, random_ids, read_fields, refused)
+import numpy as np  # test_convert skips where it is missing
+
+QUANTIZE = os.environ.get("DT_QUANTIZE", "")
+pytestmark = pytest.mark.skipif(not os.access(QUANTIZE, os.X_OK), reason="DT_QUANTIZE names no program")
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 1}
+
+
+def quantize(*args, **more):
+    return subprocess.run([QUANTIZE, *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, **more)
+
+
+@pytest.fixture(scope="module")
+def wide(tokenizers, tmp_path_factory):
+    """A model whose rows are whole K-quant blocks."""
+    base = tmp_path_factory.mktemp("wide")
+    made = families.make("llama2", base / "folder", tokenizers)
+    made.config.update(WIDE)
+    hf.write_json(made.folder / "config.json", made.config)
+    made.weights = hf.save_weights(made.folder, hf.random_weights(hf.llama_names(made.config), 4))
+    return made, converted(made.folder, base / "wide.gguf")
+
+
+def types(path):
+    return {name: tensor.tensor_type.name for name, tensor in read_fields(path)[1].items()}
+
+
+@pytest.mark.parametrize("name,expected,file_type,tolerance", [
+    ("Q8_0", "Q8_0", 7, 0.05), ("q4_0", "Q4_0", 2, 0.5), ("Q4_1", "Q4_1", 3, 0.5), ("Q4_K_M", "Q4_K", 15, 0.5), ("Q6_K", "Q6_K", 18, 0.1),
+    ("IQ4_XS", "IQ4_XS", 30, 0.5), ("BF16", "BF16", 32, 0.01),
+])
+def test_types(wide, tmp_path, name, expected, file_type, tolerance):
+    made, path = wide
+    out = tmp_path / "out.gguf"
+    result = quantize(path, out, name, "-t", 2)
+    assert result.returncode == 0 and result.stdout == "" and "MB/s" in result.stderr, result.stderr
+    assert types(out)["blk.0.ffn_gate.weight"] == expected and read_fields(out)[0]["general.file_type"] == file_type
+    ids = random_ids(20)
+    assert families.close(llama_logits(out, ids, [19]), made.logits(ids, [19]), tolerance)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_quantized_tensors_stay(wide, tmp_path):
+    """What is quantized already is copied, and the rest quantized."""
+    once, twice = tmp_path / "once.gguf", tmp_path / "twice.gguf"
+    assert quantize(wide[1], once, "Q4_0").returncode == 0
+    assert quantize(once, twice, "Q8_0").returncode == 0
+    before, after = read_fields(once)[1], read_fields(twice)[1]
+    assert all(before[name].data.tobytes() == tensor.data.tobytes() for name, tensor in after.items())
+
+
+def test_convert_true_is_q4_k_m(wide, tmp_path):
+    made, path = wide
+    expected = tmp_path / "expected.gguf"
+    assert quantize(path, expected, "Q4_K_M").returncode == 0
+    for word in ("True", "Q4_K_M", "q4_k_m"):
+        out = converted(made.folder, tmp_path / f"{word}.gguf", "--quantize", word, "--threads", "2")
+        assert out.read_bytes() == expected.read_bytes()
+
+
+def test_convert_refuses_a_type(wide, tmp_path, capsys):
+    text = refused(capsys, wide[0].folder, tmp_path / "out.gguf", "--quantize", "Q9")
+    assert "Q9" in text and "Q4_K_M" in text
+
+
+def test_convert_needs_the_program(wide, tmp_path, capsys, monkeypatch):
+    from convert import command
+
+    monkeypatch.delenv("DT_QUANTIZE")
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    assert "bash run.sh" in refused(capsys, wide[0].folder, tmp_path / "out.gguf", "--quantize", "True")
+
+
+@pytest.mark.parametrize("args", [["IN", "OUT"], ["IN", "OUT", "Q9"], ["IN", "OUT", "Q4_0", "more"], ["IN", "OUT", "Q4_0", "-t", "x"],
+                                  ["IN", "OUT", "Q4_0", "--what"], ["IN", "IN", "Q4_0"], []])
+def test_bad_usage(wide, tmp_path, args):
+    places = {"IN": wide[1], "OUT": tmp_path / "out.gguf"}
+    result = quantize(*[places.get(word, word) for word in args])
+    assert result.returncode == 2 and result.stdout == "" and (result.stderr.startswith("error: ") or not args)
+    assert wide[1].exists() and not list(tmp_path.iterdir())
+
+
+def test_files_that_are_no_model(wide, tmp_path):
+    out = tmp_path / "out.gguf"
+    whole = wide[1].read_bytes()
+    bad = tmp_path / "bad.gguf"
+    random = np.random.default_rng(8)
+    inputs = [b"", b"GGUF", whole[:1000], whole[: len(whole) // 2], whole[:-1]]
+    for _ in range(20):
+        damaged = bytearray(whole)
+        damaged[int(random.integers(0, 3000))] ^= int(random.integers(1, 256))
+        inputs.append(damaged)
+    for content in inputs:
+        bad.write_bytes(content)
+        result = quantize(bad, out, "Q4_0")
+        assert result.returncode in (0, 1), (result.returncode, result.stderr)
+        assert result.returncode == 0 or (result.stderr.startswith("error: ") and not out.exists())
+        out.unlink(missing_ok=True)
+    assert quantize(tmp_path / "nowhere.gguf", out, "Q4_0").returncode == 1
+    assert quantize(wide[1], tmp_path / "no" / "folder.gguf", "Q4_0").returncode == 1
+
+
+def test_no_space(wide, tmp_path):
+    """A limit on the size of files stands for a full disk."""
+    import resource
+
+    out = tmp_path / "out.gguf"
+    result = quantize(wide[1], out, "Q8_0", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    assert result.returncode == 1 and "space" in result.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.environ.get("DT_MAKE_MODEL"), reason="DT_MAKE_MODEL names no program")
+def test_stopped(tmp_path):
+    source, out = tmp_path / "source.gguf", tmp_path / "out.gguf"
+    subprocess.run([os.environ["DT_MAKE_MODEL"], str(source), "--layers", "4", "--embd", "1024", "--heads", "8", "--kv-heads", "8",
+                    "--head-dim", "128", "--ff", "4096", "--vocab", "4000", "--type", "f16"], check=True, timeout=300)
+    for stop, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = subprocess.Popen([QUANTIZE, str(source), str(out), "Q4_K_M", "-t", "1"], stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "out.gguf.part").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.send_signal(stop)
+        process.communicate(timeout=30)
+        assert process.returncode == code and [p.name for p in tmp_path.iterdir()] == ["source.gguf"]
+
+
+def test_help_and_list():
+    assert quantize("--help").returncode == 0 and "Q4_K_M" in quantize("--list").stdout.split()
+    assert quantize("--version").stdout.startswith("DeepTutor ")
+    result = subprocess.run([sys.executable, str(HERE.parent / "convert.py"), "--help"], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and "--pytorch_model_path" in result.stdout
