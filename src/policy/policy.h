@@ -17,8 +17,8 @@ typedef struct dt_budget {
     int32_t max_cache_size, min_cache_size, sink_tokens, recent_window;
 } dt_budget;
 
-/* Tokens a lane is left with after a round: max(min_cache_size, max - max/16), but always below max, so that a round frees
- * something even where min and max are equal. */
+/* Tokens a lane is left with after a round, which begins when it has more than max: max(min_cache_size, max - max/16). Where that
+ * is max itself (min = max, or max below 16), a round frees what is beyond it, and every token brings one. */
 int32_t dt_budget_low_water(const dt_budget *budget);
 
 /* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The last three may be NULL for a policy
