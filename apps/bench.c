@@ -15,6 +15,7 @@
 
 #include <jansson.h>
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -402,7 +403,12 @@ static int run(bench *b) {
     }
     if (status == DT_OK) {
         (o->output == 0 ? print_markdown : o->output == 1 ? print_csv : print_json)(b);
-    } else {
+        if (fflush(stdout) != 0 && errno != EPIPE) { /* a reader that leaves has what it wanted */
+            snprintf(error.message, sizeof error.message, "the table can't be written to stdout: %s", strerror(errno));
+            status = DT_ERR_IO;
+        }
+    }
+    if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }
     free(b->tokens);

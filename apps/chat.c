@@ -6,7 +6,7 @@
  * rendered now is that + the new turn. So what is new is the text from the end of the reply on, and only that is
  * tokenized. A template that trims replies still fits: the model's own tokens stay.
  */
-#define _POSIX_C_SOURCE 200809L /* getline, strdup */
+#define _POSIX_C_SOURCE 200809L /* strdup */
 #include "chat.h"
 
 #include <errno.h>
@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #define TERMINAL_LINE_BYTES 4096 /* what Linux keeps of a line, its end included, until it is read */
+#define LINE_BYTES_MAX (64 << 20)
 
 struct dt_chat {
     dt_run *run;
@@ -259,7 +260,7 @@ dt_status dt_chat_turn(dt_chat *chat, const char *text, dt_error *error) {
 
 typedef struct input {
     bool terminal;
-    char *line; /* as getline left it */
+    char *line; /* not terminated */
     size_t line_capacity;
     char *message; /* its lines joined */
     size_t n, capacity;
@@ -280,7 +281,29 @@ static void begin_input(input *in) {
     }
 }
 
-/* Reads a line without its end. -1 at the end of input or when interrupted. */
+/* getline, but lines end at LINE_BYTES_MAX: -1 with errno EFBIG. */
+static ssize_t get_line(input *in) {
+    size_t n = 0;
+    for (int c = 0; c != '\n' && (c = getc(stdin)) != EOF;) {
+        if (n == LINE_BYTES_MAX) {
+            errno = EFBIG;
+            return -1;
+        }
+        if (n == in->line_capacity) {
+            const size_t capacity = 2 * in->line_capacity + 256;
+            char *grown = realloc(in->line, capacity);
+            if (grown == NULL) {
+                return -1;
+            }
+            in->line = grown;
+            in->line_capacity = capacity;
+        }
+        in->line[n++] = (char)c;
+    }
+    return n > 0 && errno != EINTR ? (ssize_t)n : -1;
+}
+
+/* Reads a line without its end. -1 at the end of input, when interrupted, and with errno set when it failed. */
 static ssize_t read_line(input *in, const char *sign) {
     ssize_t n;
     do { /* again after Ctrl-Z and fg */
@@ -289,7 +312,7 @@ static ssize_t read_line(input *in, const char *sign) {
         }
         clearerr(stdin);
         errno = 0;
-        n = getline(&in->line, &in->line_capacity, stdin);
+        n = get_line(in);
     } while (n < 0 && errno == EINTR && !dt_interrupted);
     if (n < 0 && in->terminal) {
         fputc('\n', stderr);
@@ -310,6 +333,14 @@ static dt_status read_message(input *in, bool *out_more, dt_error *error) {
     in->n = 0;
     for (const char *sign = "> "; continues; sign = "  ") {
         const ssize_t got = read_line(in, sign);
+        if (got < 0 && errno == EFBIG) {
+            snprintf(error->message, sizeof error->message, "a message has a line of more than %d MiB; put line ends into it",
+                     LINE_BYTES_MAX >> 20);
+            return error->code = DT_ERR_LIMIT;
+        }
+        if (got < 0 && errno == ENOMEM) {
+            return no_memory(error);
+        }
         if (got < 0) {
             break;
         }
@@ -360,7 +391,7 @@ dt_status dt_chat_loop(dt_chat *chat, const char *first_message, dt_error *error
     dt_status status = first_message != NULL ? dt_chat_turn(chat, first_message, error) : DT_OK;
     while (status == DT_OK && !run->output.closed && !run->context_full) {
         bool more = false;
-        if (dt_interrupted && in.terminal) {
+        if (dt_interrupted == SIGINT && in.terminal) {
             dt_interrupted = 0; /* it ended the reply, not the conversation */
         }
         if (!dt_interrupted) {

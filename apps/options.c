@@ -257,7 +257,7 @@ static bool set_value(const dt_option *option, const char *name, const char *tex
         return true;
     case DT_OPTION_TEXT:
         *(const char **)member = text;
-        return true;
+        return text[0] != 0 || strcmp(option->value, "F") != 0 || refuse(message, capacity, "%s needs the name of a file", name);
     case DT_OPTION_CHOICE:
         return set_choice(option, text, member) ||
                refuse(message, capacity, "%s must be one of %s, not '%.60s'", name, option->value, text);

@@ -28,10 +28,11 @@
 #define BAR_COLUMNS 80 /* where the terminal doesn't tell its width */
 #define BAR_WIPE "\r\033[K"
 #define BAR_DELAY_S 0.5 /* what is quicker needs no bar */
+#define MAX_LINKS 40    /* the kernel's own limit */
 
 static struct {
     dt_log_level level;
-    bool library_quiet, bar;
+    bool bar;
     volatile sig_atomic_t drawn;
     double started, last;        /* seconds; started 0 = no progress yet */
     int64_t done_at_start, done; /* tokens: at the first call, after the last step */
@@ -71,10 +72,8 @@ static void print_line(dt_log_level level, const char *line) {
 
 static void receive_log(dt_log_level level, const char *line, void *user) {
     (void)user;
-    print_line(report.library_quiet ? DT_LOG_DEBUG : level, line);
+    print_line(level, line);
 }
-
-void dt_report_library_quiet(bool quiet) { report.library_quiet = quiet; }
 
 void dt_report_init(dt_log_level level, bool bar) {
     report.level = level;
@@ -134,6 +133,27 @@ void dt_report_progress_end(void) {
 
 static double per_second(int64_t n, double ms) { return n > 0 && ms > 0 ? (double)n * 1000.0 / ms : 0; }
 
+/* Tokens of the conversation that a layer no longer has, the mean of its lanes. */
+static int64_t tokens_let_go(const dt_session *session, const dt_layer_stats *layer) {
+    dt_session_stats s;
+    dt_session_get_stats(session, &s);
+    return llround((double)s.n_tokens - layer->mean_length);
+}
+
+/* One line for each run of layers that let go equally many tokens. */
+static void report_let_go(const dt_session *session, int32_t n_tokens) {
+    dt_layer_stats layer;
+    for (int32_t first = 0, next; dt_session_get_layer_stats(session, first, &layer) == DT_OK; first = next) {
+        const int64_t n = tokens_let_go(session, &layer);
+        next = first + 1;
+        while (dt_session_get_layer_stats(session, next, &layer) == DT_OK && tokens_let_go(session, &layer) == n) {
+            next++;
+        }
+        dt_report(DT_LOG_INFO, "TLC: layers %d-%d let go %lld of %d tokens", (int)first, (int)next - 1, (long long)n,
+                  (int)n_tokens);
+    }
+}
+
 void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session) {
     dt_session_stats s;
     dt_session_get_stats(session, &s);
@@ -147,6 +167,8 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
                   (long long)s.eviction_rounds, (long long)s.evicted_tokens);
         if (s.eviction_rounds == 0) {
             dt_report(DT_LOG_INFO, "TLC: budget not reached: nothing was evicted");
+        } else {
+            report_let_go(session, s.n_tokens);
         }
     }
     dt_report(DT_LOG_INFO, "KV cache %10.1f MiB now  %.1f MiB peak  %.1f MiB with full caching", (double)s.kv_bytes / 1048576.0,
@@ -160,15 +182,41 @@ struct dt_stats_file {
     char *temporary; /* NULL: written in place, since the target is no regular file */
 };
 
+/* Where writing to `path` would go: links followed, also one whose target is yet to be made. NULL with errno set when they lead
+ * round in a circle or memory runs out. */
 static char *real_path(const char *path) {
-    char *real = realpath(path, NULL);
-    return real != NULL ? real : strdup(path);
+    char *at = strdup(path);
+    for (int links = 0; at != NULL && links < MAX_LINKS; links++) {
+        char target[4096], *real = realpath(at, NULL);
+        const ssize_t n = real == NULL ? readlink(at, target, sizeof target) : -1;
+        if (real != NULL) {
+            free(at);
+            return real;
+        }
+        if (n <= 0 || (size_t)n == sizeof target) {
+            return at;
+        }
+        const char *slash = strrchr(at, '/');
+        const int n_folder = target[0] != '/' && slash != NULL ? (int)(slash - at) + 1 : 0; /* a link counts from its folder */
+        const size_t capacity = (size_t)n_folder + (size_t)n + 1;
+        char *next = malloc(capacity);
+        if (next != NULL) {
+            snprintf(next, capacity, "%.*s%.*s", n_folder, at, (int)n, target);
+        }
+        free(at);
+        at = next;
+    }
+    if (at != NULL) {
+        free(at);
+        errno = ELOOP;
+    }
+    return NULL;
 }
 
 static dt_status cannot_write(dt_error *error, const char *path, int reason) {
     snprintf(error->message, sizeof error->message, "%s can't be written: %s; name another file with --stats-json", path,
              strerror(reason));
-    return error->code = DT_ERR_IO;
+    return error->code = reason == ENOMEM ? DT_ERR_MEMORY : DT_ERR_IO;
 }
 
 static bool is_same_file(const struct stat *a, const struct stat *b) { return a->st_dev == b->st_dev && a->st_ino == b->st_ino; }
@@ -188,14 +236,15 @@ dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t
     *out = NULL;
     dt_stats_file *file = calloc(1, sizeof *file);
     if (file == NULL || (file->path = real_path(path)) == NULL) {
+        const int reason = errno;
         free(file);
-        return cannot_write(error, path, ENOMEM);
+        return cannot_write(error, path, reason);
     }
     struct stat info;
     const bool exists = stat(file->path, &info) == 0;
     if (exists && is_taken(&info, inputs, n_inputs)) {
-        snprintf(error->message, sizeof error->message,
-                 "%s is also read or written by this run; name another file for the numbers", path);
+        snprintf(error->message, sizeof error->message, "%s is also read or written by this run; name another file for the numbers",
+                 path);
         dt_stats_file_free(file);
         return error->code = DT_ERR_ARGUMENT;
     }
@@ -276,9 +325,10 @@ static json_t *json_layers(const dt_session *session, int32_t n_layers) {
         dt_layer_stats layer;
         if (dt_session_get_layer_stats(session, i, &layer) == DT_OK) {
             json_array_append_new(list,
-                                  json_pack("{s:i, s:s, s:i, s:i, s:o, s:i}", "layer", (int)i, "policy", layer.policy,
+                                  json_pack("{s:i, s:s, s:i, s:i, s:o, s:i, s:I}", "layer", (int)i, "policy", layer.policy,
                                             "max_cache_size", (int)layer.max_cache_size, "length", (int)layer.length, "mean_length",
-                                            json_number(layer.mean_length), "slots_used", (int)layer.slots_used));
+                                            json_number(layer.mean_length), "slots_used", (int)layer.slots_used, "evicted_tokens",
+                                            (json_int_t)tokens_let_go(session, &layer)));
         }
     }
     return list;

@@ -12,8 +12,6 @@
 /* Lines of `level` and above go to stderr; bar: where stderr is a terminal. Becomes the receiver of the library's log. */
 void dt_report_init(dt_log_level level, bool bar);
 void dt_report(dt_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* While quiet, the library's own lines count as debug ones. */
-void dt_report_library_quiet(bool quiet);
 /* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total <= 0: unknown. Draws at most ten times a second. */
 void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_session *session);
 /* Wipes the bar, and starts the clock of the next one. */

@@ -11,15 +11,16 @@
 #include <string.h>
 #include <unistd.h>
 
+#define MAX_TEXT_BYTES ((size_t)1 << 30) /* what the tokenizer takes */
+
 volatile sig_atomic_t dt_interrupted;
 
 static void on_interrupt(int signal_number) {
-    (void)signal_number;
     if (dt_interrupted) {
         dt_report_abandon_bar();
-        _exit(130);
+        _exit(128 + signal_number);
     }
-    dt_interrupted = 1;
+    dt_interrupted = signal_number;
 }
 
 void dt_run_signals(void) {
@@ -33,6 +34,11 @@ void dt_run_signals(void) {
     struct sigaction action = {.sa_handler = on_interrupt}; /* no SA_RESTART: it ends a wait for input too */
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    struct sigaction hang_up;
+    if (sigaction(SIGHUP, NULL, &hang_up) == 0 && hang_up.sa_handler != SIG_IGN) { /* ignored: nohup */
+        sigaction(SIGHUP, &action, NULL);
+    }
     action.sa_handler = SIG_IGN;
     sigaction(SIGPIPE, &action, NULL);
     sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */
@@ -101,10 +107,7 @@ static dt_status renew_sampler(dt_run *run, dt_error *error) {
     dt_sampler_free(run->sampler);
     run->sampler = NULL;
     run->n_accepted = 0;
-    dt_report_library_quiet(true); /* why a grammar is refused comes back as the error */
-    const dt_status status = dt_sampler_new(run->model, &run->sampling, &run->sampler, error);
-    dt_report_library_quiet(false);
-    return status;
+    return dt_sampler_new(run->model, &run->sampling, &run->sampler, error);
 }
 
 dt_status dt_run_begin(dt_run *run, dt_error *error) {
@@ -224,11 +227,15 @@ dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, dt_error *e
 
 /* ---- files -------------------------------------------------------------------------------------- */
 
-/* Reads to the end into *text, which grows. False with errno set; EINTR after Ctrl-C. One empty read is the end: a terminal
- * gives it once, for Ctrl-D. */
+/* Reads to the end into *text, which grows. False with errno set; EINTR after Ctrl-C, EFBIG for what is longer than any text. One
+ * empty read is the end: a terminal gives it once, for Ctrl-D. */
 static bool read_all(int descriptor, char **text, size_t *out_n) {
     size_t n = 0, capacity = 0;
     while (true) {
+        if (n > MAX_TEXT_BYTES) {
+            errno = EFBIG;
+            return false;
+        }
         if (capacity - n < 4096) {
             char *grown = realloc(*text, capacity = capacity * 2 + (1 << 16));
             if (grown == NULL) {
@@ -264,8 +271,13 @@ dt_status dt_read_file(const char *path, char **out, size_t *out_n, dt_error *er
     }
     if (!read_whole) {
         free(text);
+        if (reason == EFBIG) {
+            snprintf(error->message, sizeof error->message, "%s holds more than the 1 GiB that a text may have",
+                     standard ? "stdin" : path);
+            return error->code = DT_ERR_LIMIT;
+        }
         snprintf(error->message, sizeof error->message, "%s can't be read: %s", standard ? "stdin" : path, strerror(reason));
-        return error->code = reason == EINTR ? DT_ERR_CANCELLED : DT_ERR_IO;
+        return error->code = reason == EINTR ? DT_ERR_CANCELLED : reason == ENOMEM ? DT_ERR_MEMORY : DT_ERR_IO;
     }
     *out = text;
     return DT_OK;

@@ -12,9 +12,10 @@
 
 #include <signal.h>
 
-/* Set by the first Ctrl-C; the second one wipes the bar and ends the process with 130. */
+/* The first signal that asked to end: SIGINT (Ctrl-C), SIGTERM or SIGHUP; 0 = none. A second one wipes the bar and ends the process
+ * with 128 + its number. */
 extern volatile sig_atomic_t dt_interrupted;
-/* Ctrl-C as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
+/* Signals as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
 void dt_run_signals(void);
 
 typedef struct dt_output {

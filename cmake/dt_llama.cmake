@@ -142,6 +142,8 @@ function(dt_build_llama source)
     mark_as_advanced(DT_FALSE_PROGRAM)
     set(GIT_EXE ${DT_FALSE_PROGRAM})
     set(GIT_EXECUTABLE ${DT_FALSE_PROGRAM})
+    # ggml's C calls its C++, and what that throws when memory runs out is caught above both (src/weights/ggml_calls.cpp)
+    string(APPEND CMAKE_C_FLAGS " -fexceptions")
     set(CMAKE_MESSAGE_LOG_LEVEL WARNING)
     add_subdirectory("${source}" "${CMAKE_BINARY_DIR}/deps/llama.cpp" EXCLUDE_FROM_ALL)
     foreach(target ggml ggml-base ggml-cpu llama) # no warnings of ours inside their headers

@@ -58,6 +58,15 @@ def test_json(model):
     assert on["step_bytes"] < off["step_bytes"]  # an evicted cache is read faster
 
 
+def test_table_that_cant_be_written(model):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([BENCH, "-t", "1", "-m", model, "-n", "1", "-p", "0", "-r", "1"], stdin=subprocess.DEVNULL,
+                                stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert result.returncode == 1 and "error: the table can't be written" in result.stderr, result.stderr
+
+
 @pytest.mark.parametrize("args", [["-d", "64,0"], ["-d", ""], ["-d", "0,x"], ["-r", "0"], ["--max-cache-size", "32"]])
 def test_bad_usage(model, args):
     result = bench("-m", model, *args)

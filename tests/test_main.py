@@ -226,7 +226,8 @@ def test_stats(tmp_path):
         assert stats["eviction"] == {"enabled": False, "rounds": 0, "evicted_tokens": 0, "ms": stats["eviction"]["ms"]}
         assert [layer["layer"] for layer in stats["layers"]] == list(range(30))
         for layer in stats["layers"]:
-            assert set(layer) == {"layer", "policy", "max_cache_size", "length", "mean_length", "slots_used"}
+            assert set(layer) == {"layer", "policy", "max_cache_size", "length", "mean_length", "slots_used", "evicted_tokens"}
+            assert layer["evicted_tokens"] == 0
             assert layer["policy"] == "none" and layer["length"] == layer["mean_length"] >= 5
         assert result.stdout.endswith(b"\n")
         assert "TLC: off" in result.stderr.decode()

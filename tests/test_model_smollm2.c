@@ -7,6 +7,7 @@
 #include "support/fixture.h"
 #include "support/oracle.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -160,11 +161,61 @@ static void test_budget_not_reached_is_off(void **state) {
     dt_eviction_free(eviction);
 }
 
+/* Kullback-Leibler divergence of the next-token distributions of two rows of logits. */
+static double divergence(const float *p_logits, const float *q_logits, size_t n) {
+    double p_sum = 0, q_sum = 0, sum = 0;
+    const double p_max = (double)p_logits[argmax(p_logits, n)], q_max = (double)q_logits[argmax(q_logits, n)];
+    for (size_t i = 0; i < n; i++) {
+        p_sum += exp((double)p_logits[i] - p_max);
+        q_sum += exp((double)q_logits[i] - q_max);
+    }
+    for (size_t i = 0; i < n; i++) {
+        const double p = (double)p_logits[i] - p_max - log(p_sum), q = (double)q_logits[i] - q_max - log(q_sum);
+        sum += exp(p) * (p - q);
+    }
+    return sum;
+}
+
+/* An INT8 cache, with eviction in both, keeps the distributions (cases.md row 6). local_window: both keep the same tokens. */
+static void test_int8_changes_little(void **state) {
+    const fixture *f = *state;
+    if (!f) {
+        skip();
+        return;
+    }
+    enum { N = 700, STEPS = 64 };
+    dt_eviction *eviction = eviction_from_json(f->model, "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 256}}");
+    dt_session_params params = {.n_threads = 2, .n_ctx = N_CTX, .eviction = eviction};
+    dt_session *f16 = open_session(f->model, &params);
+    params.kv_type = DT_KV_INT8;
+    dt_session *int8 = open_session(f->model, &params);
+    sync_tokens(f16, f->tokens, N);
+    sync_tokens(int8, f->tokens, N);
+    double sum = 0, worst = 0;
+    for (size_t i = 0; i < STEPS; i++) {
+        const float *want = dt_session_logits(f16), *got = dt_session_logits(int8);
+        assert_true(all_finite(want, f->n_vocab) && all_finite(got, f->n_vocab));
+        const double kld = divergence(want, got, f->n_vocab);
+        sum += kld;
+        worst = kld > worst ? kld : worst;
+        append_token(f16, f->tokens[N + i]);
+        append_token(int8, f->tokens[N + i]);
+    }
+    print_message("INT8 against F16: mean KL divergence %.5f, worst %.5f of %d steps\n", sum / STEPS, worst, STEPS);
+    assert_true(sum > 0);
+    assert_true(sum / STEPS <= 0.02);
+    assert_true(worst <= 0.2);
+    dt_session_free(f16);
+    dt_session_free(int8);
+    dt_eviction_free(eviction);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_off_is_llama),
         cmocka_unit_test(test_local_window_is_removing_the_middle),
         cmocka_unit_test(test_budget_not_reached_is_off),
+        cmocka_unit_test(test_int8_changes_little),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }

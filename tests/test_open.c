@@ -109,12 +109,43 @@ static void test_every_prompt_length(void **state) {
     dt_model_close(model);
 }
 
+/* Keys and values of unequal length, which libllama's llama graph can't do: the fast kernels against the reference, F16 and INT8
+ * (cases.md row 6). */
+static void test_keys_unlike_values(void **state) {
+    (void)state;
+    static const int32_t dims[][2] = {{80, 48}, {40, 100}, {16, 64}};
+    enum { N = 70 };
+    for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
+        tiny_model_params p = tiny_model_default_params();
+        p.head_dim = dims[i][0];
+        p.head_dim_v = dims[i][1];
+        dt_model *model = open_model(write_tiny(&p), true);
+        const size_t n_vocab = (size_t)dt_model_get_info(model)->n_vocab;
+        assert_int_equal(dt_model_get_info(model)->head_dim_v, p.head_dim_v);
+        int32_t tokens[N];
+        random_tokens(tokens, N, 3, (int32_t)n_vocab, 5);
+        for (int type = 0; type < 2; type++) {
+            dt_session_params sp = {.n_threads = 2, .n_batch = 32, .kv_type = type ? DT_KV_INT8 : DT_KV_F16, .kernel = "reference"};
+            dt_session *reference = open_session(model, &sp);
+            sp.kernel = "auto";
+            dt_session *fast = open_session(model, &sp);
+            sync_tokens(reference, tokens, N - 1); /* in chunks, and one token more */
+            sync_tokens(fast, tokens, N - 1);
+            append_token(reference, tokens[N - 1]);
+            append_token(fast, tokens[N - 1]);
+            assert_true(logit_error(dt_session_logits(fast), dt_session_logits(reference), n_vocab) <= 1e-3);
+            dt_session_free(reference);
+            dt_session_free(fast);
+        }
+        dt_model_close(model);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_missing_and_foreign_files),
-        cmocka_unit_test(test_padding_and_missing_rows),
-        cmocka_unit_test(test_model_without_tokenizer),
-        cmocka_unit_test(test_every_prompt_length),
+        cmocka_unit_test(test_missing_and_foreign_files), cmocka_unit_test(test_padding_and_missing_rows),
+        cmocka_unit_test(test_model_without_tokenizer),   cmocka_unit_test(test_every_prompt_length),
+        cmocka_unit_test(test_keys_unlike_values),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

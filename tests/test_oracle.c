@@ -100,7 +100,8 @@ static void test_head_layouts(void **state) {
     (void)state;
     static const struct {
         int32_t heads, kv_heads, dim;
-    } layouts[] = {{3, 1, 64}, {9, 3, 64}, {4, 4, 80}, {8, 2, 96}, {8, 1, 128}, {5, 5, 64}, {12, 3, 128}, {7, 1, 80}};
+    } layouts[] = {{3, 1, 64}, {9, 3, 64},   {4, 4, 80}, {8, 2, 96}, {8, 1, 128},
+                   {5, 5, 64}, {12, 3, 128}, {7, 1, 80}, {6, 2, 40}, {4, 1, 100}};
     for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
         tiny_model_params p = base_params();
         p.n_heads = layouts[i].heads;

@@ -268,9 +268,9 @@ static void test_low_water(void **state) {
     assert_int_equal(low_water(1024, 1000), 1000);
     assert_int_equal(low_water(136, 130), 130);
     assert_int_equal(low_water(136, 135), 135);
-    assert_int_equal(low_water(136, 136), 135);
-    assert_int_equal(low_water(8, 0), 7);
-    assert_int_equal(low_water(1, 0), 0);
+    assert_int_equal(low_water(136, 136), 136);
+    assert_int_equal(low_water(8, 0), 8);
+    assert_int_equal(low_water(1, 0), 1);
     assert_int_equal(low_water(INT32_MAX, 0), INT32_MAX - INT32_MAX / 16);
 }
 

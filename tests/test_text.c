@@ -15,6 +15,7 @@
 
 #include "gguf.h"
 
+#include <locale.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -301,6 +302,21 @@ static void test_templates(void **state) {
     char *text;
     dt_error error;
     assert_int_equal(dt_vocab_chat_render(tiny, NULL, NULL, 0, true, &text, &error), DT_ERR_ARGUMENT);
+}
+
+/* A host program that has set a locale with commas (cases.md row 23). */
+static void test_templates_in_a_german_host(void **state) {
+    (void)state;
+#if DT_HAVE_LLAMA_COMMON
+    if (setlocale(LC_ALL, "de_DE.UTF-8") == NULL) {
+        skip();
+    }
+    char number[16];
+    snprintf(number, sizeof number, "%.1f", 0.5);
+    assert_string_equal(number, "0,5");
+    assert_render(tiny, "{{ 0.5 + 0.25 }} {{ '2.5' | float }} {{ 1.5 | string }}", true, "0.75 2.5 1.5");
+    setlocale(LC_ALL, "C");
+#endif
 }
 
 static void test_real_template(void **state) {
@@ -691,6 +707,7 @@ int main(void) {
         cmocka_unit_test(test_real_tokens),
         cmocka_unit_test(test_long_runs),
         cmocka_unit_test(test_templates),
+        cmocka_unit_test(test_templates_in_a_german_host),
         cmocka_unit_test(test_real_template),
         cmocka_unit_test(test_no_template),
         cmocka_unit_test(test_greedy_and_probability),

@@ -56,11 +56,15 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
     if (!path || !out) {
         return dt_fail(error, DT_ERR_ARGUMENT, "dt_model_open needs a path and a place for the model");
     }
+    dt_status status = dt_check_processor(error);
+    if (status != DT_OK) {
+        return status;
+    }
     dt_model *model = calloc(1, sizeof *model);
     if (!model) {
         return dt_fail_memory(error, sizeof *model, "the model");
     }
-    dt_status status = dt_gguf_open(path, &model->gguf, error);
+    status = dt_gguf_open(path, &model->gguf, error);
     if (status == DT_OK) {
         status = dt_decoder_load(model->gguf, params, &model->decoder, error);
     }

@@ -3,6 +3,8 @@
  */
 #include "graph/decoder.h"
 
+#include "weights/ggml_calls.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -85,11 +87,12 @@ dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt
         const size_t n_layers = (size_t)d->hp.n_layers;
         d->layers = calloc(n_layers, sizeof *d->layers);
         list.items = calloc(n_layers * LAYER_REQUESTS + MODEL_REQUESTS, sizeof *list.items);
-        d->device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        d->device = dt_ggml_cpu_device();
         if (!d->layers || !list.items) {
             status = dt_fail_memory(error, n_layers * LAYER_REQUESTS * sizeof *list.items, "the list of tensors");
         } else if (!d->device) {
-            status = dt_fail(error, DT_ERR_UNSUPPORTED, "ggml has no CPU backend here; rebuild with GGML_CPU=ON");
+            status = dt_fail(error, DT_ERR_UNSUPPORTED,
+                             "ggml's CPU backend does not start: memory ran out, or ggml was built without it (GGML_CPU=ON)");
         }
     }
     if (status == DT_OK) {

@@ -6,6 +6,7 @@
 
 #include "ggml-cpu.h"
 #include "graph/plan.h"
+#include "weights/ggml_calls.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -82,7 +83,7 @@ static dt_status open_backend(dt_graph *g, dt_error *error) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
                        "ggml's CPU backend lacks a function DeepTutor needs; build against the version in deps/README.md");
     }
-    g->backend = ggml_backend_dev_init(device, NULL);
+    g->backend = dt_ggml_new_backend(device);
     if (!g->backend) {
         return dt_fail(error, DT_ERR_COMPUTE, "ggml's CPU backend does not start");
     }
@@ -355,7 +356,7 @@ dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, co
     }
     set_inputs(graph, plan, batch);
     graph->set_n_threads(graph->backend, batch->n == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
-    const enum ggml_status computed = ggml_backend_graph_compute(graph->backend, plan->cgraph);
+    const enum ggml_status computed = dt_ggml_compute(graph->backend, plan->cgraph);
     if (computed == GGML_STATUS_ABORTED) {
         return dt_fail(error, DT_ERR_CANCELLED, "cancelled");
     }

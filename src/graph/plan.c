@@ -9,6 +9,8 @@
  */
 #include "graph/plan.h"
 
+#include "weights/ggml_calls.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -220,7 +222,7 @@ dt_status dt_plan_build(dt_plan *plan, const dt_decoder *decoder, dt_layer_op *o
     plan->observe = observe;
     builder b = {.decoder = decoder, .hp = &decoder->hp, .ctx = plan->ctx, .plan = plan, .ops = ops};
     build(&b);
-    if (!ggml_gallocr_alloc_graph(plan->allocator, plan->cgraph)) {
+    if (!dt_ggml_allocate_graph(plan->allocator, plan->cgraph)) {
         plan->n_tokens = 0;
         return dt_fail(error, DT_ERR_MEMORY, "not enough memory to compute %d tokens at once; use a smaller batch size", n_tokens);
     }

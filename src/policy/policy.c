@@ -30,7 +30,7 @@ const dt_policy *dt_policy_find(const char *name, const char *score_name) {
 
 int32_t dt_budget_low_water(const dt_budget *budget) {
     const int32_t max = budget->max_cache_size;
-    return DT_MIN(DT_MAX(budget->min_cache_size, max - max / 16), max - 1);
+    return DT_MAX(budget->min_cache_size, max - max / 16);
 }
 
 bool dt_pinned(const dt_lane_view *view, int32_t entry) {

@@ -26,8 +26,8 @@ static inline dt_budget dt_budget_of_lane(const dt_budget *budget, int32_t lane)
     own.lane_max = NULL;
     return own;
 }
-/* Tokens a lane is left with after a round: max(min_cache_size, max - max/16), but always below max, so that a round frees
- * something even where min and max are equal. */
+/* Tokens a lane is left with after a round, which begins when it has more than max: max(min_cache_size, max - max/16). Where that
+ * is max itself (min = max, or max below 16), a round frees what is beyond it, and every token brings one. */
 int32_t dt_budget_low_water(const dt_budget *budget);
 
 /* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The last three may be NULL for a policy

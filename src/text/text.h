@@ -1,6 +1,6 @@
 /*
  * Vocabulary, chat templates, samplers, grammars: what libllama and its `common` code are best at, behind plain C.
- * text_shim.cpp is the one C++ file of the project: it catches exceptions and hands out C values.
+ * text_shim.cpp is C++: it catches exceptions and hands out C values.
  *
  * dt_sampler_free, dt_sampler_seed, dt_sampler_sample, dt_sampler_accept and dt_sampler_default_params of deeptutor.h are
  * implemented in sampler.c.

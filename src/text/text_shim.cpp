@@ -1,7 +1,7 @@
 /*
  * libllama and its `common` code behind C: vocabulary, chat templates, JSON schemas, grammars, sampling chains.
  *
- * The only C++ file. It exists because C can't catch: whatever libllama throws ends here as a status with the reason
+ * C++ because C can't catch: whatever libllama throws ends here as a status with the reason
  * in it, and what libllama would abort on (an end token that a grammar doesn't allow, a start token that isn't there) is
  * checked before the call. Memory handed out comes from malloc, for dt_free.
  *
@@ -19,10 +19,15 @@
 #include "log.h"
 #endif
 
+#include <locale.h>
 #include <pthread.h>
+#if defined(__APPLE__)
+#include <xlocale.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -49,35 +54,49 @@ constexpr size_t shallow_text_bytes = 16 * 1024;
 constexpr size_t parser_stack_bytes = size_t(128) * 1024 * 1024;
 constexpr size_t regex_stack_bytes = run_bytes_max * 1024;
 
-thread_local std::string log_pending; /* a line that has not ended yet */
-thread_local ggml_log_level log_pending_level = GGML_LOG_LEVEL_INFO;
-thread_local std::string problem; /* the first error line since it was cleared: why a call returned nothing */
+/* What libllama logs, line by line. Plain arrays: a thread_local object with a destructor ends the process where memory for its
+ * registration is refused. Longer lines are cut. */
+thread_local struct {
+    char pending[2048]; /* a line that has not ended yet */
+    size_t n_pending;
+    ggml_log_level level;
+    bool problem_wanted;
+    char problem[1024]; /* the first error line while it is wanted */
+} lines;
 
-void log_line(ggml_log_level level, const std::string &line) {
-    if (level == GGML_LOG_LEVEL_ERROR && problem.empty()) {
-        problem = line;
+/* While it lives, error lines are the reason why a call returned nothing: they go into our error, not into the log as well. */
+struct problem_catcher {
+    problem_catcher() {
+        lines.problem[0] = 0;
+        lines.problem_wanted = true;
     }
-    const dt_log_level lower = level == GGML_LOG_LEVEL_ERROR  ? DT_LOG_WARN
-                               : level == GGML_LOG_LEVEL_WARN ? DT_LOG_INFO
-                                                              : DT_LOG_DEBUG;
-    dt_log(lower, "%s", line.c_str());
+    ~problem_catcher() { lines.problem_wanted = false; }
+};
+
+void end_line() {
+    const bool error = lines.level == GGML_LOG_LEVEL_ERROR, wanted = error && lines.problem_wanted;
+    lines.pending[lines.n_pending] = 0;
+    lines.n_pending = 0;
+    if (lines.pending[0] == 0) {
+        return;
+    }
+    if (wanted && lines.problem[0] == 0) {
+        std::snprintf(lines.problem, sizeof lines.problem, "%.*s", int(sizeof lines.problem - 1), lines.pending);
+    }
+    const bool warning = lines.level == GGML_LOG_LEVEL_WARN;
+    dt_log(error && !wanted ? DT_LOG_WARN : warning ? DT_LOG_INFO : DT_LOG_DEBUG, "%s", lines.pending);
 }
 
 void log_receive(ggml_log_level level, const char *text, void *) {
-    try {
-        if (level != GGML_LOG_LEVEL_CONT) {
-            log_pending_level = level;
+    if (level != GGML_LOG_LEVEL_CONT) {
+        lines.level = level;
+    }
+    for (; *text != 0; text++) {
+        if (*text == '\n') {
+            end_line();
+        } else if (lines.n_pending + 1 < sizeof lines.pending) {
+            lines.pending[lines.n_pending++] = *text;
         }
-        for (const char *end; (end = std::strchr(text, '\n')) != nullptr; text = end + 1) {
-            log_pending.append(text, size_t(end - text));
-            if (!log_pending.empty()) {
-                log_line(log_pending_level, log_pending);
-            }
-            log_pending.clear();
-        }
-        log_pending += text;
-    } catch (...) { /* a log line is not worth a failure */
-        log_pending.clear();
     }
 }
 
@@ -102,6 +121,12 @@ std::string one_line(const std::string &text) {
     return out;
 }
 
+/* True where the reason given is that memory ran out: libllama catches std::bad_alloc in places and passes its name on. Its
+ * template code throws a bare std::exception on, which can't be a fault of the template: that was parsed before. */
+bool is_out_of_memory(const char *reason) {
+    return std::strstr(reason, "bad_alloc") != nullptr || std::strcmp(reason, "std::exception") == 0;
+}
+
 /* Runs f, which returns a status, and turns what it throws into `code` with the sentence "<what>: <reason>". */
 template <typename F> dt_status guarded(dt_error *error, dt_status code, const char *what, F f) noexcept {
     try {
@@ -110,8 +135,13 @@ template <typename F> dt_status guarded(dt_error *error, dt_status code, const c
         } catch (const std::bad_alloc &) {
             return dt_fail(error, DT_ERR_MEMORY, "%s: out of memory", what);
         } catch (const std::exception &e) {
+            if (is_out_of_memory(e.what())) {
+                return dt_fail(error, DT_ERR_MEMORY, "%s: out of memory", what);
+            }
             return dt_fail(error, code, "%s: %s", what, one_line(e.what()).c_str());
         }
+    } catch (const std::bad_alloc &) { /* for the reason's text */
+        return dt_fail(error, DT_ERR_MEMORY, "%s: out of memory", what);
     } catch (...) {
         return dt_fail(error, code, "%s: it failed without a reason", what);
     }
@@ -124,11 +154,20 @@ template <typename F> struct deep_call {
 
 template <typename F> void *deep_call_run(void *context) {
     auto *call = static_cast<deep_call<F> *>(context);
+    /* templates have numbers with a point, whatever locale the host program has set */
+    const locale_t plain = newlocale(LC_ALL_MASK, "C", nullptr);
+    if (plain != nullptr) {
+        uselocale(plain);
+    }
     call->status = (*call->f)();
+    if (plain != nullptr) {
+        uselocale(LC_GLOBAL_LOCALE);
+        freelocale(plain);
+    }
     return nullptr;
 }
 
-/* Runs f, which must not throw, where recursion may go deep. */
+/* Runs f, which must not throw, on a thread of its own: where recursion may go deep, in the C locale. */
 template <typename F> dt_status on_deep_stack(dt_error *error, size_t stack_bytes, F f) {
     deep_call<F> call = {&f, DT_OK};
     pthread_attr_t attributes;
@@ -255,14 +294,17 @@ dt_status dt_vocab_open(const char *path, dt_vocab **out, dt_error *error) {
     *out = nullptr;
     dt_text_route_logs();
     auto open = [&]() -> dt_status {
-        problem.clear();
+        const problem_catcher catcher;
         llama_model_params params = llama_model_default_params();
         params.vocab_only = true;
         params.n_gpu_layers = 0;
         llama_model *model = llama_model_load_from_file(path, params);
+        if (model == nullptr && is_out_of_memory(lines.problem)) {
+            return dt_fail(error, DT_ERR_MEMORY, "out of memory for the tokenizer of %s", path);
+        }
         if (model == nullptr) {
             return dt_fail(error, DT_ERR_TOKENIZER, "the tokenizer in %s can't be loaded: %s", path,
-                           problem.empty() ? "libllama gave no reason" : one_line(problem).c_str());
+                           lines.problem[0] == 0 ? "libllama gave no reason" : one_line(lines.problem).c_str());
         }
         const llama_vocab *vocab = llama_model_get_vocab(model);
         dt_status status = check_special_tokens(path, vocab, error);
@@ -504,11 +546,14 @@ static dt_status grammar_new(const dt_vocab *vocab, const char *gbnf, const char
     if (text.find_first_not_of(" \t\r\n") == std::string::npos) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the grammar is empty; give at least a rule named root");
     }
-    problem.clear();
+    const problem_catcher catcher;
     llama_sampler *sampler = llama_sampler_init_grammar(vocab->vocab, text.c_str(), "root");
-    if (sampler == nullptr) { /* where it stopped reading, libllama prints to stderr and nowhere else */
+    if (sampler == nullptr && is_out_of_memory(lines.problem)) {
+        return dt_fail(error, DT_ERR_MEMORY, "out of memory for the grammar");
+    }
+    if (sampler == nullptr) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the grammar can't be used: %s",
-                       problem.empty() ? "it doesn't parse" : one_line(problem).c_str());
+                       lines.problem[0] == 0 ? "it doesn't parse" : one_line(lines.problem).c_str());
     }
     dt_text_grammar *made = new (std::nothrow) dt_text_grammar{sampler, false};
     if (made == nullptr) {

@@ -7,6 +7,7 @@
  * Invariant: libllama, which opens the same files for their vocabulary, finds the keys of a split (split.no, split.count,
  * split.tensors.count) in the types that it reads without checking.
  */
+#include "weights/ggml_calls.h"
 #include "weights/gguf_file.h"
 
 #include <inttypes.h>
@@ -32,9 +33,10 @@ static dt_status part_open(dt_gguf_part *part, const char *path, dt_error *error
     if (!part->path) {
         return dt_fail_memory(error, strlen(path) + 1, "a path");
     }
-    part->meta = gguf_init_from_file(path, (struct gguf_init_params){.no_alloc = true, .ctx = NULL});
+    part->meta = dt_ggml_read_metadata(path);
     if (!part->meta) {
-        return dt_fail(error, DT_ERR_FORMAT, "%s cannot be read as GGUF (the debug log says why); get the file again", path);
+        return dt_fail(error, DT_ERR_FORMAT,
+                       "%s cannot be read as GGUF: memory ran out, or the file is damaged (the debug log says which)", path);
     }
     return DT_OK;
 }
@@ -311,15 +313,6 @@ bool dt_gguf_tensor_shape(const dt_gguf *gguf, const char *name, int64_t ne[4]) 
 
 /* ---- look-ups ----------------------------------------------------------------------------------- */
 
-/* *id: of the key in the first part, -1 when it is missing and not required. */
-static dt_status find_key(const dt_gguf *gguf, const char *key, bool required, int64_t *id, dt_error *error) {
-    *id = gguf_find_key(gguf->parts[0].meta, key);
-    if (*id < 0 && required) {
-        return dt_fail(error, DT_ERR_FORMAT, "%s lacks the key %s; convert the model again", dt_gguf_path(gguf), key);
-    }
-    return DT_OK;
-}
-
 static dt_status fail_type(const dt_gguf *gguf, int64_t id, const char *wanted, dt_error *error) {
     const struct gguf_context *meta = gguf->parts[0].meta;
     const enum gguf_type type = gguf_get_kv_type(meta, id);
@@ -328,8 +321,11 @@ static dt_status fail_type(const dt_gguf *gguf, int64_t id, const char *wanted, 
                    gguf_type_name(type == GGUF_TYPE_ARRAY ? gguf_get_arr_type(meta, id) : type), wanted);
 }
 
-/* Element i of a value or array whose elements have `type`; false when it is no number that u32 can hold. */
-static bool read_u32(enum gguf_type type, const void *data, int64_t i, uint32_t *out) {
+/* Element i of a value or array whose elements have `type`, into *out; false when it is not what the look-up wants. */
+typedef bool (*read_fn)(enum gguf_type type, const void *data, int64_t i, void *out);
+
+/* What u32 can hold. */
+static bool read_u32(enum gguf_type type, const void *data, int64_t i, void *out) {
     int64_t value = -1;
     switch (type) {
     case GGUF_TYPE_UINT8:
@@ -362,61 +358,82 @@ static bool read_u32(enum gguf_type type, const void *data, int64_t i, uint32_t 
     if (value < 0 || value > UINT32_MAX) {
         return false;
     }
-    *out = (uint32_t)value;
+    *(uint32_t *)out = (uint32_t)value;
     return true;
 }
 
-static bool read_f32(enum gguf_type type, const void *data, int64_t i, float *out) {
+static bool read_f32(enum gguf_type type, const void *data, int64_t i, void *out) {
+    float *value = out;
     if (type == GGUF_TYPE_FLOAT32) {
-        *out = ((const float *)data)[i];
+        *value = ((const float *)data)[i];
     } else if (type == GGUF_TYPE_FLOAT64) {
-        *out = (float)((const double *)data)[i];
+        *value = (float)((const double *)data)[i];
     } else {
         return false;
     }
-    return dt_is_finite(*out);
+    return dt_is_finite(*value);
+}
+
+static bool read_bool(enum gguf_type type, const void *data, int64_t i, void *out) {
+    *(bool *)out = type == GGUF_TYPE_BOOL && ((const int8_t *)data)[i] != 0;
+    return type == GGUF_TYPE_BOOL;
+}
+
+/* *id: of the key in the first part, -1 when it is missing and not required. */
+static dt_status find_key(const dt_gguf *gguf, const char *key, bool required, int64_t *id, dt_error *error) {
+    *id = gguf_find_key(gguf->parts[0].meta, key);
+    if (*id < 0 && required) {
+        return dt_fail(error, DT_ERR_FORMAT, "%s lacks the key %s; convert the model again", dt_gguf_path(gguf), key);
+    }
+    return DT_OK;
+}
+
+/* Reads the value of `key`, or with n > 0 n elements of an array (a scalar fills them all), each out_bytes wide. */
+static dt_status look_up(const dt_gguf *gguf, const char *key, bool required, int32_t n, const char *wanted, read_fn read,
+                         size_t out_bytes, void *out, dt_error *error) {
+    const struct gguf_context *meta = gguf->parts[0].meta;
+    int64_t id;
+    const dt_status status = find_key(gguf, key, required, &id, error);
+    if (status || id < 0) {
+        return status;
+    }
+    enum gguf_type type = gguf_get_kv_type(meta, id);
+    const bool is_array = type == GGUF_TYPE_ARRAY;
+    type = is_array ? gguf_get_arr_type(meta, id) : type;
+    if ((is_array && n == 0) || type == GGUF_TYPE_STRING) {
+        return fail_type(gguf, id, wanted, error);
+    }
+    if (is_array && gguf_get_arr_n(meta, id) < (size_t)n) {
+        return dt_fail(error, DT_ERR_FORMAT, "%s: key %s has %zu elements where %d are needed", dt_gguf_path(gguf), key,
+                       gguf_get_arr_n(meta, id), (int)n);
+    }
+    const void *data = is_array ? gguf_get_arr_data(meta, id) : gguf_get_val_data(meta, id);
+    for (int32_t i = 0; i < DT_MAX(n, 1); i++) {
+        if (!read(type, data, is_array ? i : 0, (char *)out + (size_t)i * out_bytes)) {
+            return fail_type(gguf, id, wanted, error);
+        }
+    }
+    return DT_OK;
 }
 
 dt_status dt_gguf_u32(const dt_gguf *gguf, const char *key, bool required, uint32_t *out, dt_error *error) {
-    const struct gguf_context *meta = gguf->parts[0].meta;
-    int64_t id;
-    const dt_status status = find_key(gguf, key, required, &id, error);
-    if (status || id < 0) {
-        return status;
-    }
-    const enum gguf_type type = gguf_get_kv_type(meta, id);
-    if (type == GGUF_TYPE_ARRAY || type == GGUF_TYPE_STRING || !read_u32(type, gguf_get_val_data(meta, id), 0, out)) {
-        return fail_type(gguf, id, "a whole number from 0 to 4294967295", error);
-    }
-    return DT_OK;
+    return look_up(gguf, key, required, 0, "a whole number from 0 to 4294967295", read_u32, sizeof *out, out, error);
 }
 
 dt_status dt_gguf_f32(const dt_gguf *gguf, const char *key, bool required, float *out, dt_error *error) {
-    const struct gguf_context *meta = gguf->parts[0].meta;
-    int64_t id;
-    const dt_status status = find_key(gguf, key, required, &id, error);
-    if (status || id < 0) {
-        return status;
-    }
-    const enum gguf_type type = gguf_get_kv_type(meta, id);
-    if (type == GGUF_TYPE_ARRAY || type == GGUF_TYPE_STRING || !read_f32(type, gguf_get_val_data(meta, id), 0, out)) {
-        return fail_type(gguf, id, "a finite f32 number", error);
-    }
-    return DT_OK;
+    return look_up(gguf, key, required, 0, "a finite f32 number", read_f32, sizeof *out, out, error);
 }
 
 dt_status dt_gguf_bool(const dt_gguf *gguf, const char *key, bool required, bool *out, dt_error *error) {
-    const struct gguf_context *meta = gguf->parts[0].meta;
-    int64_t id;
-    const dt_status status = find_key(gguf, key, required, &id, error);
-    if (status || id < 0) {
-        return status;
-    }
-    if (gguf_get_kv_type(meta, id) != GGUF_TYPE_BOOL) {
-        return fail_type(gguf, id, "a bool", error);
-    }
-    *out = *(const int8_t *)gguf_get_val_data(meta, id) != 0;
-    return DT_OK;
+    return look_up(gguf, key, required, 0, "a bool", read_bool, sizeof *out, out, error);
+}
+
+dt_status dt_gguf_u32_array(const dt_gguf *gguf, const char *key, bool required, uint32_t *out, int32_t n, dt_error *error) {
+    return look_up(gguf, key, required, n, "whole numbers from 0 to 4294967295", read_u32, sizeof *out, out, error);
+}
+
+dt_status dt_gguf_f32_array(const dt_gguf *gguf, const char *key, bool required, float *out, int32_t n, dt_error *error) {
+    return look_up(gguf, key, required, n, "finite f32 numbers", read_f32, sizeof *out, out, error);
 }
 
 dt_status dt_gguf_string(const dt_gguf *gguf, const char *key, bool required, const char **out, dt_error *error) {
@@ -431,64 +448,6 @@ dt_status dt_gguf_string(const dt_gguf *gguf, const char *key, bool required, co
     }
     *out = gguf_get_val_str(meta, id);
     return DT_OK;
-}
-
-/* What both array look-ups begin with: *data and *type of an array of at least n numbers, or of a scalar (*is_scalar). */
-static dt_status find_numbers(const dt_gguf *gguf, int64_t id, int32_t n, const char *wanted, enum gguf_type *type,
-                              const void **data, bool *is_scalar, dt_error *error) {
-    const struct gguf_context *meta = gguf->parts[0].meta;
-    *type = gguf_get_kv_type(meta, id);
-    *is_scalar = *type != GGUF_TYPE_ARRAY;
-    if (!*is_scalar) {
-        *type = gguf_get_arr_type(meta, id);
-    }
-    if (*type == GGUF_TYPE_STRING) {
-        return fail_type(gguf, id, wanted, error);
-    }
-    if (!*is_scalar && gguf_get_arr_n(meta, id) < (size_t)n) {
-        return dt_fail(error, DT_ERR_FORMAT, "%s: key %s has %zu elements where %d are needed", dt_gguf_path(gguf),
-                       gguf_get_key(meta, id), gguf_get_arr_n(meta, id), (int)n);
-    }
-    *data = *is_scalar ? gguf_get_val_data(meta, id) : gguf_get_arr_data(meta, id);
-    return DT_OK;
-}
-
-dt_status dt_gguf_u32_array(const dt_gguf *gguf, const char *key, bool required, uint32_t *out, int32_t n, dt_error *error) {
-    static const char wanted[] = "whole numbers from 0 to 4294967295";
-    int64_t id;
-    enum gguf_type type;
-    const void *data;
-    bool is_scalar;
-    dt_status status = find_key(gguf, key, required, &id, error);
-    if (status || id < 0) {
-        return status;
-    }
-    status = find_numbers(gguf, id, n, wanted, &type, &data, &is_scalar, error);
-    for (int32_t i = 0; i < n && !status; i++) {
-        if (!read_u32(type, data, is_scalar ? 0 : i, &out[i])) {
-            status = fail_type(gguf, id, wanted, error);
-        }
-    }
-    return status;
-}
-
-dt_status dt_gguf_f32_array(const dt_gguf *gguf, const char *key, bool required, float *out, int32_t n, dt_error *error) {
-    static const char wanted[] = "finite f32 numbers";
-    int64_t id;
-    enum gguf_type type;
-    const void *data;
-    bool is_scalar;
-    dt_status status = find_key(gguf, key, required, &id, error);
-    if (status || id < 0) {
-        return status;
-    }
-    status = find_numbers(gguf, id, n, wanted, &type, &data, &is_scalar, error);
-    for (int32_t i = 0; i < n && !status; i++) {
-        if (!read_f32(type, data, is_scalar ? 0 : i, &out[i])) {
-            status = fail_type(gguf, id, wanted, error);
-        }
-    }
-    return status;
 }
 
 int64_t dt_gguf_array_length(const dt_gguf *gguf, const char *key) {

@@ -10,6 +10,7 @@
  * (ggml may abort on a failed allocation).
  */
 #define _GNU_SOURCE /* madvise */
+#include "weights/ggml_calls.h"
 #include "weights/gguf_file.h"
 
 #include <ctype.h>
@@ -156,7 +157,7 @@ static bool layout_takes(ggml_backend_dev_t device, ggml_backend_buffer_type_t t
                          const dt_gguf_tensor *t) {
     const struct ggml_init_params params = {.mem_size = 8 * ggml_tensor_overhead(), .mem_buffer = NULL, .no_alloc = true};
     struct ggml_context *context = ggml_init(params);
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(type, 0);
+    ggml_backend_buffer_t buffer = dt_ggml_new_buffer(type, 0);
     bool is_taken = false;
     if (context && buffer) {
         struct ggml_tensor *weight = ggml_new_tensor(context, t->type, GGML_MAX_DIMS, t->ne), *op;
@@ -187,9 +188,7 @@ static void list_homes(loader *l) {
     if (l->params.no_extra_buffers) {
         return;
     }
-    const ggml_backend_dev_get_extra_bufts_t get_types = (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(
-        ggml_backend_dev_backend_reg(l->device), "ggml_backend_dev_get_extra_bufts");
-    ggml_backend_buffer_type_t *types = get_types ? get_types(l->device) : NULL;
+    ggml_backend_buffer_type_t *types = dt_ggml_extra_buffer_types(l->device);
     for (; types && *types && w->n_homes < HOME_FIRST_EXTRA + MAX_EXTRA_TYPES; types++) {
         if (strcmp(ggml_backend_buft_name(*types), "AMX") == 0 && !dt_amx_usable()) {
             dt_log(DT_LOG_INFO, "weights: AMX is listed by this CPU but does not work; it is left out");
@@ -362,9 +361,9 @@ static dt_status open_part_file(loader *l, int32_t index) {
     }
     open_here->mapping = mapping;
     posix_madvise(mapping, open_here->bytes, POSIX_MADV_WILLNEED);
-    open_here->buffer = ggml_backend_dev_buffer_from_host_ptr(l->device, mapping, open_here->bytes, open_here->bytes);
+    open_here->buffer = dt_ggml_wrap_memory(l->device, mapping, open_here->bytes);
     if (!open_here->buffer) {
-        return dt_fail_memory(l->error, 0, "ggml's view of the mapped model");
+        return dt_fail(l->error, DT_ERR_MEMORY, "out of memory for ggml's view of the mapped model %s", part->path);
     }
     ggml_backend_buffer_set_usage(open_here->buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     return DT_OK;
@@ -467,7 +466,7 @@ static dt_status allocate_homes(loader *l) {
         if (h == HOME_MAPPED) {
             continue;
         }
-        where->buffer = ggml_backend_buft_alloc_buffer(where->type, where->bytes);
+        where->buffer = dt_ggml_new_buffer(where->type, where->bytes);
         if (!where->buffer) {
             return dt_fail_memory(l->error, where->bytes, "weights");
         }

@@ -15,8 +15,9 @@
 
 static int usage(const char *program) {
     fprintf(stderr,
-            "usage: %s OUT.gguf [--layers N] [--embd N] [--heads N] [--kv-heads N] [--head-dim N] [--ff N] [--vocab N] [--ctx N]\n"
-            "       [--rope-base X] [--rope-factors] [--type f32|f16|bf16|q4_0|q4_1|q5_0|q8_0|q4_K|q6_K] [--tied] [--biases]\n"
+            "usage: %s OUT.gguf [--layers N] [--embd N] [--heads N] [--kv-heads N] [--head-dim N] [--head-dim-v N] [--ff N]\n"
+            "       [--vocab N] [--ctx N] [--rope-base X] [--rope-factors] [--type f32|f16|bf16|q4_0|q4_1|q5_0|q8_0|q4_K|q6_K] "
+            "[--tied] [--biases]\n"
             "       [--bpe | --no-tokenizer] [--parts N] [--seed N] [--name S]\n"
             "The shape left unsaid is that of Llama 3.2 1B.\n",
             program);
@@ -63,9 +64,9 @@ static bool parse_value(tiny_model_params *m, const char *name, const char *valu
         const char *name;
         int32_t *out;
     } numbers[] = {
-        {"--layers", &m->n_layers},     {"--embd", &m->n_embd},       {"--heads", &m->n_heads},
-        {"--kv-heads", &m->n_kv_heads}, {"--head-dim", &m->head_dim}, {"--ff", &m->n_ff},
-        {"--vocab", &m->n_vocab},       {"--ctx", &m->n_ctx},         {"--parts", &m->n_parts},
+        {"--layers", &m->n_layers},   {"--embd", &m->n_embd},           {"--heads", &m->n_heads}, {"--kv-heads", &m->n_kv_heads},
+        {"--head-dim", &m->head_dim}, {"--head-dim-v", &m->head_dim_v}, {"--ff", &m->n_ff},       {"--vocab", &m->n_vocab},
+        {"--ctx", &m->n_ctx},         {"--parts", &m->n_parts},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         if (strcmp(name, numbers[i].name) == 0) {

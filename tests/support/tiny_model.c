@@ -100,23 +100,25 @@ static void add_matrix(plan *p, int64_t columns, int64_t rows, float deviation, 
     add(p, FILL_MATRIX, p->model->type, columns, rows, deviation / sqrtf((float)columns), "%s", name);
 }
 
+static int32_t value_dim(const tiny_model_params *m) { return m->head_dim_v > 0 ? m->head_dim_v : m->head_dim; }
+
 static void add_layer(plan *p, int32_t layer) {
     const tiny_model_params *m = p->model;
-    const int64_t q = (int64_t)m->n_heads * m->head_dim;
-    const int64_t kv = (int64_t)m->n_kv_heads * m->head_dim;
+    const int64_t q = (int64_t)m->n_heads * m->head_dim, k = (int64_t)m->n_kv_heads * m->head_dim;
+    const int64_t v = (int64_t)m->n_kv_heads * value_dim(m), o = (int64_t)m->n_heads * value_dim(m);
     add(p, FILL_NORM, m->norm_type, m->n_embd, 0, 0.1f, "blk.%d.attn_norm.weight", (int)layer);
     add_matrix(p, m->n_embd, q, 1.6f, "blk.%d.attn_q.weight", layer);
-    add_matrix(p, m->n_embd, kv, 1.6f, "blk.%d.attn_k.weight", layer);
-    add_matrix(p, m->n_embd, kv, 1.0f, "blk.%d.attn_v.weight", layer);
-    add_matrix(p, q, m->n_embd, 1.5f, "blk.%d.attn_output.weight", layer);
+    add_matrix(p, m->n_embd, k, 1.6f, "blk.%d.attn_k.weight", layer);
+    add_matrix(p, m->n_embd, v, 1.0f, "blk.%d.attn_v.weight", layer);
+    add_matrix(p, o, m->n_embd, 1.5f, "blk.%d.attn_output.weight", layer);
     add(p, FILL_NORM, m->norm_type, m->n_embd, 0, 0.1f, "blk.%d.ffn_norm.weight", (int)layer);
     add_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_gate.weight", layer);
     add_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_up.weight", layer);
     add_matrix(p, m->n_ff, m->n_embd, 1.0f, "blk.%d.ffn_down.weight", layer);
     if (m->biases) {
         add(p, FILL_BIAS, GGML_TYPE_F32, q, 0, 0.5f, "blk.%d.attn_q.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, kv, 0, 0.5f, "blk.%d.attn_k.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, kv, 0, 0.5f, "blk.%d.attn_v.bias", (int)layer);
+        add(p, FILL_BIAS, GGML_TYPE_F32, k, 0, 0.5f, "blk.%d.attn_k.bias", (int)layer);
+        add(p, FILL_BIAS, GGML_TYPE_F32, v, 0, 0.5f, "blk.%d.attn_v.bias", (int)layer);
         add(p, FILL_BIAS, GGML_TYPE_F32, m->n_embd, 0, 0.3f, "blk.%d.attn_output.bias", (int)layer);
         add(p, FILL_BIAS, GGML_TYPE_F32, m->n_ff, 0, 0.3f, "blk.%d.ffn_gate.bias", (int)layer);
         add(p, FILL_BIAS, GGML_TYPE_F32, m->n_ff, 0, 0.3f, "blk.%d.ffn_up.bias", (int)layer);
@@ -352,7 +354,7 @@ static bool set_keys(const tiny_model_params *m, struct gguf_context *out) {
     gguf_set_val_u32(out, "llama.attention.head_count", (uint32_t)m->n_heads);
     gguf_set_val_u32(out, "llama.attention.head_count_kv", (uint32_t)m->n_kv_heads);
     gguf_set_val_u32(out, "llama.attention.key_length", (uint32_t)m->head_dim);
-    gguf_set_val_u32(out, "llama.attention.value_length", (uint32_t)m->head_dim);
+    gguf_set_val_u32(out, "llama.attention.value_length", (uint32_t)value_dim(m));
     gguf_set_val_f32(out, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
     gguf_set_val_u32(out, "llama.rope.dimension_count", (uint32_t)m->head_dim);
     gguf_set_val_f32(out, "llama.rope.freq_base", m->rope_base);
@@ -415,7 +417,7 @@ static const char *find_fault(const tiny_model_params *m) {
     if (m->head_dim < 2 || m->head_dim % 2 != 0) {
         return "the head size must be even";
     }
-    if (m->n_embd % block != 0 || m->n_ff % block != 0 || (int64_t)m->n_heads * m->head_dim % block != 0) {
+    if (m->n_embd % block != 0 || m->n_ff % block != 0 || (int64_t)m->n_heads * value_dim(m) % block != 0) {
         return "rows are no multiple of the type's block";
     }
     if (m->n_vocab + m->padding_rows < 1) {

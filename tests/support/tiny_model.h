@@ -31,6 +31,7 @@ typedef struct tiny_model_params {
     bool tied;   /* no output.weight: the embeddings serve */
     bool biases; /* of attention and of the feed-forward part */
     float rope_base;
+    int32_t head_dim_v; /* of the values; 0: as head_dim */
     tiny_rope_scaling rope_scaling;
     float rope_factor;             /* of linear and yarn */
     int32_t rope_original_context; /* 0: the key is absent */

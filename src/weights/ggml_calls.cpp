@@ -1,0 +1,53 @@
+/*
+ * ggml's calls that may throw. See ggml_calls.h.
+ */
+#include "weights/ggml_calls.h"
+
+/* What f returns, or `failed` where it throws. */
+template <typename T, typename F> static T caught(T failed, F f) noexcept {
+    try {
+        return f();
+    } catch (...) { /* std::bad_alloc: ggml throws nothing of its own */
+        return failed;
+    }
+}
+
+struct gguf_context *dt_ggml_read_metadata(const char *path) {
+    return caught<struct gguf_context *>(nullptr, [&] {
+        const struct gguf_init_params params = {/* .no_alloc = */ true, /* .ctx = */ nullptr};
+        return gguf_init_from_file(path, params);
+    });
+}
+
+ggml_backend_dev_t dt_ggml_cpu_device(void) {
+    return caught<ggml_backend_dev_t>(nullptr, [] { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); });
+}
+
+ggml_backend_buffer_type_t *dt_ggml_extra_buffer_types(ggml_backend_dev_t device) {
+    return caught<ggml_backend_buffer_type_t *>(nullptr, [&] {
+        const auto get = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
+            ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "ggml_backend_dev_get_extra_bufts"));
+        return get != nullptr ? get(device) : nullptr;
+    });
+}
+
+ggml_backend_buffer_t dt_ggml_new_buffer(ggml_backend_buffer_type_t type, size_t bytes) {
+    return caught<ggml_backend_buffer_t>(nullptr, [&] { return ggml_backend_buft_alloc_buffer(type, bytes); });
+}
+
+ggml_backend_buffer_t dt_ggml_wrap_memory(ggml_backend_dev_t device, void *memory, size_t bytes) {
+    return caught<ggml_backend_buffer_t>(nullptr,
+                                         [&] { return ggml_backend_dev_buffer_from_host_ptr(device, memory, bytes, bytes); });
+}
+
+ggml_backend_t dt_ggml_new_backend(ggml_backend_dev_t device) {
+    return caught<ggml_backend_t>(nullptr, [&] { return ggml_backend_dev_init(device, nullptr); });
+}
+
+bool dt_ggml_allocate_graph(ggml_gallocr_t allocator, struct ggml_cgraph *graph) {
+    return caught(false, [&] { return ggml_gallocr_alloc_graph(allocator, graph); });
+}
+
+enum ggml_status dt_ggml_compute(ggml_backend_t backend, struct ggml_cgraph *graph) {
+    return caught(GGML_STATUS_ALLOC_FAILED, [&] { return ggml_backend_graph_compute(backend, graph); });
+}
