@@ -9,11 +9,14 @@
  */
 #include "graph/plan.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define NODES_PER_LAYER 48
+#define NODES_PER_LAYER 64
+#define NODES_PER_EXPERT_USED 2 /* in each layer */
 #define NODES_PER_MODEL 32
+#define SMALLEST_SUM 6.103515625e-5f /* what the chosen experts' probabilities are divided by at least: the smallest normal half */
 
 typedef struct builder {
     const dt_decoder *decoder;
@@ -91,6 +94,10 @@ static struct ggml_tensor *pack_inputs(builder *b, struct ggml_tensor *x) {
     return b->packed_inputs;
 }
 
+static struct ggml_tensor *add_bias(builder *b, struct ggml_tensor *x, struct ggml_tensor *bias) {
+    return bias ? ggml_add(b->ctx, x, bias) : x;
+}
+
 /* x [n_in, N] -> [n_out, N] */
 static struct ggml_tensor *linear(builder *b, const dt_matrix *w, struct ggml_tensor *bias, struct ggml_tensor *x) {
     struct ggml_tensor *y;
@@ -101,15 +108,48 @@ static struct ggml_tensor *linear(builder *b, const dt_matrix *w, struct ggml_te
     } else {
         y = ggml_mul_mat(b->ctx, w->tensor, x);
     }
-    return bias ? ggml_add(b->ctx, y, bias) : y;
+    return add_bias(b, y, bias);
 }
 
+/* x [D, heads, N] */
 static struct ggml_tensor *rope(builder *b, struct ggml_tensor *x, int32_t layer) {
     const dt_hparams *hp = b->hp;
+    if (hp->rope_base[layer] == 0.0f) {
+        return x;
+    }
     const int mode = hp->arch->rope_style == DT_ROPE_NEOX ? GGML_ROPE_TYPE_NEOX : 0;
     return ggml_rope_ext(b->ctx, x, b->plan->positions, b->decoder->rope_factors, hp->rope_dim, mode, hp->rope_ctx_orig,
-                         hp->rope_base[layer], hp->rope_freq_scale, hp->rope_ext_factor, hp->rope_attn_factor, hp->rope_beta_fast,
-                         hp->rope_beta_slow);
+                         hp->rope_base[layer], hp->rope_freq_scale[layer], hp->rope_ext_factor, hp->rope_attn_factor,
+                         hp->rope_beta_fast, hp->rope_beta_slow);
+}
+
+/* Rows [first, first + n) of x as [n, N]. */
+static struct ggml_tensor *part(builder *b, struct ggml_tensor *x, int64_t first, int64_t n) {
+    return ggml_view_2d(b->ctx, x, n, x->ne[1], x->nb[1], (size_t)first * sizeof(float));
+}
+
+/* x [E, N] -> *q [H*D, N], *k [G*D, N], *v [G*Dv, N]; strided where they come from one matrix. */
+static void project(builder *b, struct ggml_tensor *x, int32_t layer, struct ggml_tensor **q, struct ggml_tensor **k,
+                    struct ggml_tensor **v) {
+    const dt_layer_weights *w = &b->decoder->layers[layer];
+    const int64_t n_q = (int64_t)b->hp->n_heads * b->hp->head_dim_k, n_k = (int64_t)b->hp->n_kv_heads[layer] * b->hp->head_dim_k;
+    if (w->wqkv.tensor) {
+        struct ggml_tensor *qkv = linear(b, &w->wqkv, w->bqkv, x);
+        *q = add_bias(b, part(b, qkv, 0, n_q), w->bq);
+        *k = add_bias(b, part(b, qkv, n_q, n_k), w->bk);
+        *v = add_bias(b, part(b, qkv, n_q + n_k, qkv->ne[0] - n_q - n_k), w->bv);
+    } else {
+        *q = linear(b, &w->wq, w->bq, x);
+        *k = linear(b, &w->wk, w->bk, x);
+        *v = linear(b, &w->wv, w->bv, x);
+    }
+}
+
+/* x [D*heads, N] -> [D, heads, N], each head normed where the model does that, and rotated. */
+static struct ggml_tensor *heads(builder *b, struct ggml_tensor *x, struct ggml_tensor *head_norm, int64_t n_heads, int32_t layer) {
+    const int64_t dim = b->hp->head_dim_k;
+    x = ggml_view_3d(b->ctx, x, dim, n_heads, x->ne[1], (size_t)dim * sizeof(float), x->nb[1], 0);
+    return rope(b, head_norm ? norm(b, x, head_norm) : x, layer);
 }
 
 /* x [E, N] -> [Dv*H, N] */
@@ -117,13 +157,12 @@ static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t 
     const dt_hparams *hp = b->hp;
     const dt_layer_weights *w = &b->decoder->layers[layer];
     dt_plan_layer *io = &b->plan->layers[layer];
-    const int64_t n = x->ne[1], n_kv_heads = hp->n_kv_heads[layer];
+    const int64_t n = x->ne[1];
 
-    struct ggml_tensor *q = linear(b, &w->wq, w->bq, x);
-    struct ggml_tensor *k = linear(b, &w->wk, w->bk, x);
-    io->v = linear(b, &w->wv, w->bv, x);
-    io->q = rope(b, ggml_reshape_3d(b->ctx, q, hp->head_dim_k, hp->n_heads, n), layer);
-    io->k = rope(b, ggml_reshape_3d(b->ctx, k, hp->head_dim_k, n_kv_heads, n), layer);
+    struct ggml_tensor *q, *k;
+    project(b, x, layer, &q, &k, &io->v);
+    io->q = heads(b, q, w->q_norm, hp->n_heads, layer);
+    io->k = heads(b, k, w->k_norm, hp->n_kv_heads[layer], layer);
 
     struct ggml_tensor *store_args[] = {io->k, io->v};
     struct ggml_tensor *stored =
@@ -140,13 +179,49 @@ static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t 
     return io->out;
 }
 
+/* act(x) * up */
+static struct ggml_tensor *gate(builder *b, struct ggml_tensor *x, struct ggml_tensor *up) {
+    return b->hp->arch->activation == DT_ACTIVATION_GELU ? ggml_geglu_split(b->ctx, x, up) : ggml_swiglu_split(b->ctx, x, up);
+}
+
+/* Experts chosen by token: sum of their feed-forwards, weighted by the router's probabilities made to sum to 1 over the chosen.
+ * Mixtral (Jiang et al. 2024); routing as in Shazeer et al. 2017. x [E, N] -> [E, N] */
+static struct ggml_tensor *mixture(builder *b, struct ggml_tensor *x, int32_t layer) {
+    const dt_layer_weights *w = &b->decoder->layers[layer];
+    const int64_t n = x->ne[1], n_experts = b->hp->n_experts, n_used = b->hp->n_experts_used;
+    struct ggml_tensor *probabilities = ggml_soft_max(b->ctx, linear(b, &w->router, NULL, x));
+    struct ggml_tensor *chosen = ggml_argsort_top_k(b->ctx, probabilities, (int)n_used); /* [used, N] */
+    struct ggml_tensor *share =
+        ggml_get_rows(b->ctx, ggml_reshape_3d(b->ctx, probabilities, 1, n_experts, n), chosen); /* [1, used, N] */
+    share = ggml_reshape_2d(b->ctx, share, n_used, n);
+    share = ggml_div(b->ctx, share, ggml_clamp(b->ctx, ggml_sum_rows(b->ctx, share), SMALLEST_SUM, INFINITY));
+
+    struct ggml_tensor *rows = ggml_reshape_3d(b->ctx, x, x->ne[0], 1, n);
+    struct ggml_tensor *up = ggml_mul_mat_id(b->ctx, w->up_experts, rows, chosen); /* [F, used, N] */
+    struct ggml_tensor *gated = gate(b, ggml_mul_mat_id(b->ctx, w->gate_experts, rows, chosen), up);
+    struct ggml_tensor *each = ggml_mul_mat_id(b->ctx, w->down_experts, gated, chosen); /* [E, used, N] */
+    each = ggml_mul(b->ctx, each, ggml_reshape_3d(b->ctx, share, 1, n_used, n));
+    struct ggml_tensor *sum = NULL;
+    for (int64_t i = 0; i < n_used; i++) {
+        struct ggml_tensor *one = ggml_view_2d(b->ctx, each, each->ne[0], n, each->nb[2], (size_t)i * each->nb[1]);
+        sum = sum ? ggml_add(b->ctx, sum, one) : ggml_cont(b->ctx, one);
+    }
+    return sum;
+}
+
 /* Gated feed-forward: down(act(gate x) * up x). */
 static struct ggml_tensor *feed_forward(builder *b, struct ggml_tensor *x, int32_t layer) {
     const dt_layer_weights *w = &b->decoder->layers[layer];
-    struct ggml_tensor *up = linear(b, &w->ffn_up, w->ffn_up_bias, x);
-    struct ggml_tensor *gate = linear(b, &w->ffn_gate, w->ffn_gate_bias, x);
-    struct ggml_tensor *gated =
-        b->hp->arch->activation == DT_ACTIVATION_GELU ? ggml_geglu_split(b->ctx, gate, up) : ggml_swiglu_split(b->ctx, gate, up);
+    if (w->router.tensor) {
+        return mixture(b, x, layer);
+    }
+    struct ggml_tensor *up = linear(b, &w->ffn_up, w->ffn_up_bias, x), *gated;
+    if (w->ffn_gate.tensor) {
+        gated = gate(b, linear(b, &w->ffn_gate, w->ffn_gate_bias, x), up);
+    } else {
+        const int64_t width = up->ne[0] / 2;
+        gated = gate(b, part(b, up, 0, width), part(b, up, width, width));
+    }
     return linear(b, &w->ffn_down, w->ffn_down_bias, gated);
 }
 
@@ -180,10 +255,12 @@ static void build(builder *b) {
             y = ggml_get_rows(b->ctx, y, plan->output_rows);
             x = ggml_get_rows(b->ctx, x, plan->output_rows);
         }
-        x = ggml_add(b->ctx, linear(b, &w->wo, w->bo, y), x);
-        x = ggml_add(b->ctx, feed_forward(b, norm(b, x, w->ffn_norm), i), x);
+        y = linear(b, &w->wo, w->bo, y);
+        x = ggml_add(b->ctx, w->attn_post_norm ? norm(b, y, w->attn_post_norm) : y, x);
+        y = feed_forward(b, norm(b, x, w->ffn_norm), i);
+        x = ggml_add(b->ctx, w->ffn_post_norm ? norm(b, y, w->ffn_post_norm) : y, x);
     }
-    struct ggml_tensor *logits = linear(b, &b->decoder->output, NULL, norm(b, x, b->decoder->output_norm));
+    struct ggml_tensor *logits = linear(b, &b->decoder->output, b->decoder->output_bias, norm(b, x, b->decoder->output_norm));
     if (hp->logit_softcap > 0.0f) {
         logits = softcap(b, logits, hp->logit_softcap);
     }
@@ -197,7 +274,8 @@ static void build(builder *b) {
 dt_status dt_plan_build(dt_plan *plan, const dt_decoder *decoder, dt_layer_op *ops, int32_t n_tokens, int32_t n_outputs,
                         bool observe, dt_error *error) {
     const size_t n_layers = (size_t)decoder->hp.n_layers;
-    const size_t max_nodes = n_layers * NODES_PER_LAYER + NODES_PER_MODEL;
+    const size_t layer_nodes = NODES_PER_LAYER + NODES_PER_EXPERT_USED * (size_t)decoder->hp.n_experts_used;
+    const size_t max_nodes = n_layers * layer_nodes + NODES_PER_MODEL;
     plan->n_tokens = 0;
     ggml_free(plan->ctx);
     plan->ctx = NULL;

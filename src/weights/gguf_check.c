@@ -465,7 +465,9 @@ dt_status dt_gguf_u32_array(const dt_gguf *gguf, const char *key, bool required,
     }
     status = find_numbers(gguf, id, n, wanted, &type, &data, &is_scalar, error);
     for (int32_t i = 0; i < n && !status; i++) {
-        if (!read_u32(type, data, is_scalar ? 0 : i, &out[i])) {
+        if (type == GGUF_TYPE_BOOL && !is_scalar) {
+            out[i] = ((const int8_t *)data)[i] != 0;
+        } else if (!read_u32(type, data, is_scalar ? 0 : i, &out[i])) {
             status = fail_type(gguf, id, wanted, error);
         }
     }

@@ -14,12 +14,14 @@
 #include <string.h>
 
 static int usage(const char *program) {
-    fprintf(stderr,
-            "usage: %s OUT.gguf [--layers N] [--embd N] [--heads N] [--kv-heads N] [--head-dim N] [--ff N] [--vocab N] [--ctx N]\n"
-            "       [--rope-base X] [--rope-factors] [--type f32|f16|bf16|q4_0|q4_1|q5_0|q8_0|q4_K|q6_K] [--tied] [--biases]\n"
-            "       [--bpe | --no-tokenizer] [--parts N] [--seed N] [--name S]\n"
-            "The shape left unsaid is that of Llama 3.2 1B.\n",
-            program);
+    fprintf(
+        stderr,
+        "usage: %s OUT.gguf [--layers N] [--embd N] [--heads N] [--kv-heads N] [--head-dim N] [--ff N] [--vocab N] [--ctx N]\n"
+        "       [--rope-base X] [--rope-factors] [--type f32|f16|bf16|q4_0|q4_1|q5_0|q8_0|q4_K|q6_K] [--tied] [--biases]\n"
+        "       [--bpe | --no-tokenizer] [--parts N] [--seed N] [--name S]\n"
+        "       [--arch llama|smollm3|qwen|qwen2|qwen3|qwen3moe|chatglm|glm4|gemma3] [--window N] [--experts N --experts-used N]\n"
+        "The shape left unsaid is that of Llama 3.2 1B.\n",
+        program);
     return 2;
 }
 
@@ -66,6 +68,7 @@ static bool parse_value(tiny_model_params *m, const char *name, const char *valu
         {"--layers", &m->n_layers},     {"--embd", &m->n_embd},       {"--heads", &m->n_heads},
         {"--kv-heads", &m->n_kv_heads}, {"--head-dim", &m->head_dim}, {"--ff", &m->n_ff},
         {"--vocab", &m->n_vocab},       {"--ctx", &m->n_ctx},         {"--parts", &m->n_parts},
+        {"--window", &m->window},       {"--experts", &m->n_experts}, {"--experts-used", &m->n_experts_used},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         if (strcmp(name, numbers[i].name) == 0) {
@@ -80,6 +83,10 @@ static bool parse_value(tiny_model_params *m, const char *name, const char *valu
     }
     if (strcmp(name, "--seed") == 0) {
         m->seed = strtoull(value, NULL, 10);
+        return true;
+    }
+    if (strcmp(name, "--arch") == 0) {
+        m->arch = value;
         return true;
     }
     if (strcmp(name, "--name") == 0) {

@@ -20,7 +20,36 @@
 #define BLOCK_BYTES ((size_t)1 << 22) /* of F32 values quantized at once */
 #define FAST_ROWS 64                  /* different rows of a matrix when is_fast */
 
-typedef enum fill_kind { FILL_MATRIX, FILL_NORM, FILL_BIAS, FILL_ROPE_FACTORS } fill_kind;
+typedef enum fill_kind { FILL_MATRIX, FILL_NORM, FILL_QK_NORM, FILL_BIAS, FILL_ROPE_FACTORS } fill_kind;
+
+/* How a family's files look; what is not said is as in llama. */
+typedef struct layout {
+    const char *arch;
+    bool fused_qkv, qkv_bias, qk_norms, post_norms, fused_gate_up, experts;
+    bool counts_gate_and_up; /* feed_forward_length says twice the width */
+    int rope_divisor;        /* the share of the head that is rotated, 0 = all of it */
+} layout;
+
+static const layout layouts[] = {
+    {.arch = "llama"},
+    {.arch = "smollm3"},
+    {.arch = "qwen", .fused_qkv = true, .qkv_bias = true, .counts_gate_and_up = true},
+    {.arch = "qwen2", .qkv_bias = true},
+    {.arch = "qwen3", .qk_norms = true},
+    {.arch = "qwen3moe", .qk_norms = true, .experts = true},
+    {.arch = "chatglm", .fused_qkv = true, .qkv_bias = true, .fused_gate_up = true, .rope_divisor = 2},
+    {.arch = "glm4", .qkv_bias = true, .post_norms = true, .fused_gate_up = true, .rope_divisor = 2},
+    {.arch = "gemma3", .qk_norms = true, .post_norms = true},
+};
+
+static const layout *find_layout(const char *arch) {
+    for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
+        if (strcmp(layouts[i].arch, arch) == 0) {
+            return &layouts[i];
+        }
+    }
+    return NULL;
+}
 
 typedef struct planned {
     struct ggml_tensor *tensor;
@@ -30,6 +59,7 @@ typedef struct planned {
 
 typedef struct plan {
     const tiny_model_params *model;
+    const layout *layout;
     struct ggml_context *context;
     planned tensors[MAX_TENSORS];
     int32_t n;
@@ -37,6 +67,7 @@ typedef struct plan {
 
 tiny_model_params tiny_model_default_params(void) {
     return (tiny_model_params){
+        .arch = "llama",
         .name = "tiny",
         .seed = 1,
         .n_layers = 2,
@@ -100,27 +131,80 @@ static void add_matrix(plan *p, int64_t columns, int64_t rows, float deviation, 
     add(p, FILL_MATRIX, p->model->type, columns, rows, deviation / sqrtf((float)columns), "%s", name);
 }
 
-static void add_layer(plan *p, int32_t layer) {
+static void add_vector(plan *p, fill_kind kind, int64_t n, float deviation, const char *format, int layer) {
+    char name[GGML_MAX_NAME];
+    snprintf(name, sizeof name, format, layer);
+    add(p, kind, kind == FILL_NORM || kind == FILL_QK_NORM ? p->model->norm_type : GGML_TYPE_F32, n, 0, deviation, "%s", name);
+}
+
+static void add_attention(plan *p, int layer) {
     const tiny_model_params *m = p->model;
+    const layout *l = p->layout;
     const int64_t q = (int64_t)m->n_heads * m->head_dim;
     const int64_t kv = (int64_t)m->n_kv_heads * m->head_dim;
-    add(p, FILL_NORM, m->norm_type, m->n_embd, 0, 0.1f, "blk.%d.attn_norm.weight", (int)layer);
-    add_matrix(p, m->n_embd, q, 1.6f, "blk.%d.attn_q.weight", layer);
-    add_matrix(p, m->n_embd, kv, 1.6f, "blk.%d.attn_k.weight", layer);
-    add_matrix(p, m->n_embd, kv, 1.0f, "blk.%d.attn_v.weight", layer);
+    const bool has_bias = m->biases || l->qkv_bias;
+    add_vector(p, FILL_NORM, m->n_embd, 0.1f, "blk.%d.attn_norm.weight", layer);
+    if (l->fused_qkv) {
+        add_matrix(p, m->n_embd, q + 2 * kv, 1.5f, "blk.%d.attn_qkv.weight", layer);
+    } else {
+        add_matrix(p, m->n_embd, q, 1.6f, "blk.%d.attn_q.weight", layer);
+        add_matrix(p, m->n_embd, kv, 1.6f, "blk.%d.attn_k.weight", layer);
+        add_matrix(p, m->n_embd, kv, 1.0f, "blk.%d.attn_v.weight", layer);
+    }
+    if (has_bias && l->fused_qkv) {
+        add_vector(p, FILL_BIAS, q + 2 * kv, 0.5f, "blk.%d.attn_qkv.bias", layer);
+    } else if (has_bias) {
+        add_vector(p, FILL_BIAS, q, 0.5f, "blk.%d.attn_q.bias", layer);
+        add_vector(p, FILL_BIAS, kv, 0.5f, "blk.%d.attn_k.bias", layer);
+        add_vector(p, FILL_BIAS, kv, 0.5f, "blk.%d.attn_v.bias", layer);
+    }
+    if (l->qk_norms) {
+        add_vector(p, FILL_QK_NORM, m->head_dim, 0.2f, "blk.%d.attn_q_norm.weight", layer);
+        add_vector(p, FILL_QK_NORM, m->head_dim, 0.2f, "blk.%d.attn_k_norm.weight", layer);
+    }
     add_matrix(p, q, m->n_embd, 1.5f, "blk.%d.attn_output.weight", layer);
-    add(p, FILL_NORM, m->norm_type, m->n_embd, 0, 0.1f, "blk.%d.ffn_norm.weight", (int)layer);
-    add_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_gate.weight", layer);
-    add_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_up.weight", layer);
-    add_matrix(p, m->n_ff, m->n_embd, 1.0f, "blk.%d.ffn_down.weight", layer);
     if (m->biases) {
-        add(p, FILL_BIAS, GGML_TYPE_F32, q, 0, 0.5f, "blk.%d.attn_q.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, kv, 0, 0.5f, "blk.%d.attn_k.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, kv, 0, 0.5f, "blk.%d.attn_v.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, m->n_embd, 0, 0.3f, "blk.%d.attn_output.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, m->n_ff, 0, 0.3f, "blk.%d.ffn_gate.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, m->n_ff, 0, 0.3f, "blk.%d.ffn_up.bias", (int)layer);
-        add(p, FILL_BIAS, GGML_TYPE_F32, m->n_embd, 0, 0.3f, "blk.%d.ffn_down.bias", (int)layer);
+        add_vector(p, FILL_BIAS, m->n_embd, 0.3f, "blk.%d.attn_output.bias", layer);
+    }
+    if (l->post_norms) {
+        add_vector(p, FILL_NORM, m->n_embd, 0.1f, "blk.%d.post_attention_norm.weight", layer);
+    }
+}
+
+static void add_expert_matrix(plan *p, int64_t columns, int64_t rows, float deviation, const char *format, int layer) {
+    add_matrix(p, columns, rows, deviation, format, layer);
+    planned *t = &p->tensors[p->n - 1];
+    char name[GGML_MAX_NAME];
+    snprintf(name, sizeof name, "%s", t->tensor->name);
+    t->tensor = ggml_new_tensor_3d(p->context, p->model->type, columns, rows, p->model->n_experts);
+    ggml_set_name(t->tensor, name);
+}
+
+static void add_feed_forward(plan *p, int layer) {
+    const tiny_model_params *m = p->model;
+    const float up = 1.5f * (m->loudness > 0.0f ? m->loudness : 1.0f), down = 1.0f / (m->loudness > 0.0f ? m->loudness : 1.0f);
+    add_vector(p, FILL_NORM, m->n_embd, 0.1f, "blk.%d.ffn_norm.weight", layer);
+    if (m->n_experts > 0) {
+        add(p, FILL_MATRIX, GGML_TYPE_F32, m->n_embd, m->n_experts, 2.0f / sqrtf((float)m->n_embd), "blk.%d.ffn_gate_inp.weight",
+            layer);
+        add_expert_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_gate_exps.weight", layer);
+        add_expert_matrix(p, m->n_embd, m->n_ff, up, "blk.%d.ffn_up_exps.weight", layer);
+        add_expert_matrix(p, m->n_ff, m->n_embd, down, "blk.%d.ffn_down_exps.weight", layer);
+    } else if (p->layout->fused_gate_up) {
+        add_matrix(p, m->n_embd, 2 * m->n_ff, 1.5f * sqrtf(up / 1.5f), "blk.%d.ffn_up.weight", layer);
+        add_matrix(p, m->n_ff, m->n_embd, down, "blk.%d.ffn_down.weight", layer);
+    } else {
+        add_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_gate.weight", layer);
+        add_matrix(p, m->n_embd, m->n_ff, up, "blk.%d.ffn_up.weight", layer);
+        add_matrix(p, m->n_ff, m->n_embd, down, "blk.%d.ffn_down.weight", layer);
+    }
+    if (m->biases) {
+        add_vector(p, FILL_BIAS, m->n_ff, 0.3f, "blk.%d.ffn_gate.bias", layer);
+        add_vector(p, FILL_BIAS, m->n_ff, 0.3f, "blk.%d.ffn_up.bias", layer);
+        add_vector(p, FILL_BIAS, m->n_embd, 0.3f, "blk.%d.ffn_down.bias", layer);
+    }
+    if (p->layout->post_norms) {
+        add_vector(p, FILL_NORM, m->n_embd, 0.1f, "blk.%d.post_ffw_norm.weight", layer);
     }
 }
 
@@ -132,7 +216,8 @@ static void add_all(plan *p) {
         add(p, FILL_ROPE_FACTORS, GGML_TYPE_F32, m->head_dim / 2, 0, 0.0f, "rope_freqs.weight");
     }
     for (int32_t layer = 0; layer < m->n_layers; layer++) {
-        add_layer(p, layer);
+        add_attention(p, layer);
+        add_feed_forward(p, layer);
     }
     add(p, FILL_NORM, m->norm_type, m->n_embd, 0, 0.1f, "output_norm.weight");
     if (!m->tied) {
@@ -143,7 +228,7 @@ static void add_all(plan *p) {
 /* ---- their data --------------------------------------------------------------------------------- */
 
 static void random_values(const planned *t, uint64_t *state, float *out, int64_t n) {
-    const float range = t->deviation * sqrtf(3.0f), centre = t->kind == FILL_NORM ? 1.0f : 0.0f;
+    const float range = t->deviation * sqrtf(3.0f), centre = t->kind == FILL_NORM ? 1.0f : t->kind == FILL_QK_NORM ? 1.6f : 0.0f;
     for (int64_t i = 0; i < n; i++) {
         out[i] = centre + range * next_uniform(state);
     }
@@ -164,7 +249,7 @@ static bool pad_file(FILE *file, size_t bytes) {
 
 /* Writes rows in blocks of `block_rows`; when is_fast one block of random rows is made and then repeated from varying rows on. */
 static bool write_tensor(const tiny_model_params *m, const planned *t, FILE *file) {
-    const int64_t columns = t->tensor->ne[0], rows = t->tensor->ne[1];
+    const int64_t columns = t->tensor->ne[0], rows = t->tensor->ne[1] * t->tensor->ne[2];
     const size_t row_bytes = ggml_row_size(t->tensor->type, columns);
     const bool repeats = m->is_fast && rows > FAST_ROWS;
     int64_t block_rows = (int64_t)(BLOCK_BYTES / ((size_t)columns * sizeof(float)));
@@ -342,27 +427,51 @@ static bool set_vocabulary(const tiny_model_params *m, struct gguf_context *out)
 
 /* ---- the file ----------------------------------------------------------------------------------- */
 
+/* The key "<arch>.<suffix>"; the text lives until the next call. */
+static const char *key(const tiny_model_params *m, const char *suffix) {
+    static char text[128];
+    snprintf(text, sizeof text, "%s.%s", m->arch, suffix);
+    return text;
+}
+
+static void set_u32(const tiny_model_params *m, struct gguf_context *out, const char *suffix, int64_t value) {
+    gguf_set_val_u32(out, key(m, suffix), (uint32_t)value);
+}
+
 static bool set_keys(const tiny_model_params *m, struct gguf_context *out) {
-    gguf_set_val_str(out, "general.architecture", "llama");
+    const layout *l = find_layout(m->arch);
+    const int32_t rope_dim = l->rope_divisor > 0 ? m->head_dim / l->rope_divisor : m->head_dim;
+    gguf_set_val_str(out, "general.architecture", m->arch);
     gguf_set_val_str(out, "general.name", m->name);
-    gguf_set_val_u32(out, "llama.context_length", (uint32_t)m->n_ctx);
-    gguf_set_val_u32(out, "llama.embedding_length", (uint32_t)m->n_embd);
-    gguf_set_val_u32(out, "llama.block_count", (uint32_t)m->n_layers);
-    gguf_set_val_u32(out, "llama.feed_forward_length", (uint32_t)m->n_ff);
-    gguf_set_val_u32(out, "llama.attention.head_count", (uint32_t)m->n_heads);
-    gguf_set_val_u32(out, "llama.attention.head_count_kv", (uint32_t)m->n_kv_heads);
-    gguf_set_val_u32(out, "llama.attention.key_length", (uint32_t)m->head_dim);
-    gguf_set_val_u32(out, "llama.attention.value_length", (uint32_t)m->head_dim);
-    gguf_set_val_f32(out, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
-    gguf_set_val_u32(out, "llama.rope.dimension_count", (uint32_t)m->head_dim);
-    gguf_set_val_f32(out, "llama.rope.freq_base", m->rope_base);
-    gguf_set_val_u32(out, "llama.vocab_size", (uint32_t)(m->n_vocab + m->padding_rows));
+    set_u32(m, out, "context_length", m->n_ctx);
+    set_u32(m, out, "embedding_length", m->n_embd);
+    set_u32(m, out, "block_count", m->n_layers);
+    set_u32(m, out, "feed_forward_length", (l->counts_gate_and_up ? 2 : 1) * (int64_t)m->n_ff);
+    set_u32(m, out, "attention.head_count", m->n_heads);
+    set_u32(m, out, "attention.head_count_kv", m->n_kv_heads);
+    set_u32(m, out, "attention.key_length", m->head_dim);
+    set_u32(m, out, "attention.value_length", m->head_dim);
+    gguf_set_val_f32(out, key(m, "attention.layer_norm_rms_epsilon"), 1e-5f);
+    set_u32(m, out, "rope.dimension_count", rope_dim);
+    gguf_set_val_f32(out, key(m, "rope.freq_base"), m->rope_base);
+    set_u32(m, out, "vocab_size", m->n_vocab + m->padding_rows);
+    if (m->window > 0) {
+        set_u32(m, out, "attention.sliding_window", m->window);
+    }
+    if (m->window_period > 0) {
+        set_u32(m, out, "attention.sliding_window_pattern", m->window_period);
+    }
+    if (m->n_experts > 0) {
+        set_u32(m, out, "expert_count", m->n_experts);
+        set_u32(m, out, "expert_used_count", m->n_experts_used);
+        set_u32(m, out, "expert_feed_forward_length", m->n_ff);
+    }
     if (m->rope_scaling) {
         static const char *const names[] = {[TINY_ROPE_NONE] = "none", [TINY_ROPE_LINEAR] = "linear", [TINY_ROPE_YARN] = "yarn"};
-        gguf_set_val_str(out, "llama.rope.scaling.type", names[m->rope_scaling]);
-        gguf_set_val_f32(out, "llama.rope.scaling.factor", m->rope_factor);
+        gguf_set_val_str(out, key(m, "rope.scaling.type"), names[m->rope_scaling]);
+        gguf_set_val_f32(out, key(m, "rope.scaling.factor"), m->rope_factor);
         if (m->rope_original_context) {
-            gguf_set_val_u32(out, "llama.rope.scaling.original_context_length", (uint32_t)m->rope_original_context);
+            set_u32(m, out, "rope.scaling.original_context_length", m->rope_original_context);
         }
     }
     return set_vocabulary(m, out);
@@ -408,6 +517,13 @@ static bool write_part(const plan *p, const char *path, int32_t part) {
 /* What is wrong with the options, or NULL. */
 static const char *find_fault(const tiny_model_params *m) {
     const int64_t block = ggml_blck_size(m->type);
+    const layout *l = find_layout(m->arch);
+    if (!l) {
+        return "there is no layout of this architecture";
+    }
+    if (l->experts != (m->n_experts > 0) && strcmp(m->arch, "llama") != 0) {
+        return "experts are missing, or the family has none";
+    }
     if (m->n_layers < 1 || m->n_layers > 256 || m->n_embd < 1 || m->n_heads < 1 || m->n_kv_heads < 1 || m->n_ff < 1 ||
         m->n_ctx < 1) {
         return "a size is below 1 or too large";
@@ -438,6 +554,7 @@ bool tiny_model_write(const tiny_model_params *model, const char *path) {
         return false;
     }
     p->model = model;
+    p->layout = find_layout(model->arch);
     p->context = ggml_init(
         (struct ggml_init_params){.mem_size = MAX_TENSORS * ggml_tensor_overhead(), .mem_buffer = NULL, .no_alloc = true});
     add_all(p);

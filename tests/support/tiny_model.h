@@ -1,5 +1,5 @@
 /*
- * Random models on demand: GGUF files of the llama architecture, of any shape and weight type, that both this program and
+ * Random models on demand: GGUF files of any supported family, shape and weight type, that both this program and
  * libllama load. Seeded; the same options give the same bytes on every machine (own integer generator).
  *
  * Weights are scaled so that attention is peaked and logits are spread: a wrong rotation, mask, head or position changes the
@@ -25,6 +25,7 @@ typedef enum tiny_vocabulary {
 } tiny_vocabulary;
 
 typedef struct tiny_model_params {
+    const char *arch; /* "llama"; tensors and keys are those that llama.cpp's converter writes for the family */
     const char *name;
     uint64_t seed;
     int32_t n_layers, n_embd, n_heads, n_kv_heads, head_dim, n_ff, n_vocab, n_ctx;
@@ -32,11 +33,15 @@ typedef struct tiny_model_params {
     bool biases; /* of attention and of the feed-forward part */
     float rope_base;
     tiny_rope_scaling rope_scaling;
-    float rope_factor;             /* of linear and yarn */
-    int32_t rope_original_context; /* 0: the key is absent */
-    bool rope_freqs;               /* rope_freqs.weight as Llama 3 has it */
-    enum ggml_type type;           /* of the matrices; K types need rows of a multiple of 256 */
-    enum ggml_type norm_type;      /* F32; F16 and BF16 are read too */
+    float rope_factor;                 /* of linear and yarn */
+    int32_t rope_original_context;     /* 0: the key is absent */
+    bool rope_freqs;                   /* rope_freqs.weight as Llama 3 has it */
+    int32_t window;                    /* attention.sliding_window; 0: the key is absent */
+    int32_t window_period;             /* attention.sliding_window_pattern as a number; 0: the key is absent */
+    int32_t n_experts, n_experts_used; /* of families that have them */
+    float loudness;                    /* multiplies what goes into each ffn_down; 0 means 1 */
+    enum ggml_type type;               /* of the matrices; K types need rows of a multiple of 256 */
+    enum ggml_type norm_type;          /* F32; F16 and BF16 are read too */
     tiny_vocabulary vocabulary;
     const char *chat_template; /* NULL: none */
     int32_t padding_rows;      /* embedding rows beyond the vocabulary; negative: rows are missing */
