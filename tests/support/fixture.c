@@ -35,11 +35,6 @@ const char *write_tiny(const tiny_model_params *params) {
     return path;
 }
 
-const char *real_model_path(void) {
-    const char *path = getenv("DT_TEST_MODEL");
-    return path && access(path, R_OK) == 0 ? path : NULL;
-}
-
 dt_model *open_model(const char *path, bool exact) {
     dt_error error = {0};
     dt_model *model = NULL;

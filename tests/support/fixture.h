@@ -10,9 +10,6 @@
 
 /* Writes the model to a new temporary file and returns its path; the file goes at exit. */
 const char *write_tiny(const tiny_model_params *params);
-/* Path of the real model from DT_TEST_MODEL, or NULL (the test skips). */
-const char *real_model_path(void);
-
 dt_model *open_model(const char *path, bool exact);
 dt_session *open_session(const dt_model *model, const dt_session_params *params);
 /* An eviction config from JSON text. */
