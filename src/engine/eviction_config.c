@@ -58,8 +58,10 @@ dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, 
         eviction->name = malloc(name_bytes);
         eviction->requests = calloc((size_t)n_layers, sizeof *eviction->requests);
         eviction->budgets = calloc((size_t)n_layers, sizeof *eviction->budgets);
+        eviction->windows = calloc((size_t)n_layers, sizeof *eviction->windows);
     }
-    if (eviction == NULL || eviction->name == NULL || eviction->requests == NULL || eviction->budgets == NULL) {
+    if (eviction == NULL || eviction->name == NULL || eviction->requests == NULL || eviction->budgets == NULL ||
+        eviction->windows == NULL) {
         dt_eviction_free(eviction);
         return dt_fail_memory(error, (size_t)n_layers * (sizeof(dt_budget) + sizeof(dt_eviction_request)), "eviction settings");
     }
@@ -73,7 +75,24 @@ void dt_eviction_free(dt_eviction *eviction) {
         free(eviction->name);
         free(eviction->requests);
         free(eviction->budgets);
+        free(eviction->windows);
         free(eviction);
+    }
+}
+
+/* ---- sliding windows ---- */
+
+/* A query sees itself and window - 1 tokens of the cache: with a smaller budget some of them would be evicted. */
+static bool cuts_window(const dt_budget *budget, int32_t window) {
+    return budget->policy != NULL && budget->max_cache_size < window - 1;
+}
+
+void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows) {
+    for (int32_t i = 0; i < eviction->n_layers; i++) {
+        eviction->windows[i] = windows[i];
+        if (eviction->spares_windows && cuts_window(&eviction->budgets[i], windows[i])) {
+            eviction->budgets[i] = (dt_budget){0};
+        }
     }
 }
 
@@ -111,6 +130,7 @@ dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_evict
     if (status != DT_OK) {
         return status;
     }
+    (*out)->spares_windows = true;
     const int32_t n_shallow = DT_MAX(0, DT_MIN(n_layers / 2, n_layers - found->least_deep));
     for (int32_t i = 0; i < n_layers; i++) {
         const bool deep = i >= n_shallow;
@@ -183,6 +203,7 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
                        max_cache_size < 0 ? max_cache_size : min_cache_size);
     }
     const size_t n = (size_t)eviction->n_layers;
+    const bool spares_windows = eviction->spares_windows && max_cache_size == 0;
     dt_eviction_request *requests = malloc(n * sizeof *requests);
     dt_budget *budgets = calloc(n, sizeof *budgets);
     dt_status status = DT_OK;
@@ -194,6 +215,9 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
     for (int32_t i = 0; i < eviction->n_layers && status == DT_OK; i++) {
         if (requests[i].policy != NULL) {
             status = override_layer(i, max_cache_size, min_cache_size, &requests[i], &budgets[i], error);
+        }
+        if (status == DT_OK && spares_windows && cuts_window(&budgets[i], eviction->windows[i])) {
+            budgets[i] = (dt_budget){0};
         }
     }
     if (status != DT_OK) {
@@ -210,6 +234,7 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
     free(eviction->budgets);
     eviction->requests = requests;
     eviction->budgets = budgets;
+    eviction->spares_windows = spares_windows;
     return DT_OK;
 }
 
@@ -223,18 +248,24 @@ static bool same_budget(const dt_budget *a, const dt_budget *b) {
 /* First layer after the run of equal layers that begins at `first`. */
 static int32_t run_end(const dt_eviction *eviction, int32_t first) {
     int32_t end = first + 1;
-    while (end < eviction->n_layers && same_budget(&eviction->budgets[first], &eviction->budgets[end])) {
+    while (end < eviction->n_layers && same_budget(&eviction->budgets[first], &eviction->budgets[end]) &&
+           eviction->windows[first] == eviction->windows[end]) {
         end++;
     }
     return end;
 }
 
-static int describe_run(const dt_budget *b, const char *range, int width, char *out, size_t capacity) {
+static int describe_run(const dt_budget *b, int32_t window, const char *range, int width, char *out, size_t capacity) {
+    char what[64] = "";
     if (b->policy == NULL) {
-        return snprintf(out, capacity, "TLC: layers %-*s  %-16s  keeps everything\n", width, range, "none");
+        snprintf(what, sizeof what, window > 0 ? "keeps its window of %d" : "keeps everything", window);
+        return snprintf(out, capacity, "TLC: layers %-*s  %-16s  %s\n", width, range, "none", what);
     }
-    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %d  min %d  sinks %d  recent %d  slots 0\n", width, range,
-                    b->policy->name, b->max_cache_size, b->min_cache_size, b->sink_tokens, b->recent_window);
+    if (window > 0) {
+        snprintf(what, sizeof what, "  window %d%s", window, cuts_window(b, window) ? ", evicted from inside too" : "");
+    }
+    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %d  min %d  sinks %d  recent %d  slots 0%s\n", width, range,
+                    b->policy->name, b->max_cache_size, b->min_cache_size, b->sink_tokens, b->recent_window, what);
 }
 
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {
@@ -247,7 +278,7 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
         dt_eviction_range(i, end, range);
         width = DT_MAX(width, (int)strlen(range));
     }
-    const size_t line_bytes = 192, bytes = (size_t)n_runs * line_bytes;
+    const size_t line_bytes = 256, bytes = (size_t)n_runs * line_bytes;
     char *text = malloc(bytes);
     if (text == NULL) {
         return dt_fail_memory(error, bytes, "the eviction settings' text");
@@ -256,7 +287,7 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
     for (int32_t i = 0, end; i < eviction->n_layers; i = end) {
         end = run_end(eviction, i);
         dt_eviction_range(i, end, range);
-        length += (size_t)describe_run(&eviction->budgets[i], range, width, text + length, bytes - length);
+        length += (size_t)describe_run(&eviction->budgets[i], eviction->windows[i], range, width, text + length, bytes - length);
     }
     text[length - 1] = '\0'; /* lines are joined by newlines, not ended by them */
     *out = text;
@@ -269,15 +300,26 @@ const char *dt_eviction_name(const dt_eviction *eviction) { return eviction->nam
 
 /* ---- the public functions ---- */
 
+/* The last step of all three. */
+static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction **eviction) {
+    if (status == DT_OK) {
+        dt_eviction_set_windows(*eviction, info->windows);
+    }
+    return status;
+}
+
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name, dt_eviction **out, dt_error *error) {
-    return dt_eviction_config_preset(dt_model_get_info(model)->n_layers, preset_name, out, error);
+    const dt_model_info *info = dt_model_get_info(model);
+    return finish(dt_eviction_config_preset(info->n_layers, preset_name, out, error), info, out);
 }
 
 dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,
                                 dt_error *error) {
-    return dt_eviction_config_text(dt_model_get_info(model)->n_layers, name, text, n_bytes, out, error);
+    const dt_model_info *info = dt_model_get_info(model);
+    return finish(dt_eviction_config_text(info->n_layers, name, text, n_bytes, out, error), info, out);
 }
 
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error) {
-    return dt_eviction_config_file(dt_model_get_info(model)->n_layers, path, out, error);
+    const dt_model_info *info = dt_model_get_info(model);
+    return finish(dt_eviction_config_file(info->n_layers, path, out, error), info, out);
 }

@@ -45,17 +45,22 @@ static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next
     return status;
 }
 
-/* *evicted: tokens that went, summed over the layer's lanes. */
+/* *evicted: tokens that the policy took, summed over the layer's lanes. What the layer's window has passed goes before it is asked. */
 static dt_status layer_round(dt_kv *kv, int32_t layer, int32_t next_position, bool exact, int64_t *evicted, dt_round_result *result,
                              dt_error *error) {
     const dt_kv_layer_state *state = &kv->layers[layer];
     dt_status status = DT_OK;
+    const int32_t max = state->params.budget.max_cache_size, window = state->params.window;
     for (int32_t lane = 0; lane < state->params.n_lanes && status == DT_OK; lane++) {
-        if (state->lanes[lane].n_entries > state->params.budget.max_cache_size) {
-            int32_t n = 0;
-            status = lane_round(kv, layer, lane, next_position, exact, &n, result, error);
-            *evicted += n;
+        int32_t n = 0, n_passed = 0;
+        if (window > 0 && state->lanes[lane].n_entries > max) {
+            status = dt_kv_drop_passed(kv, layer, lane, DT_MAX(next_position - window + 1, 0), &n_passed, error);
         }
+        if (status == DT_OK && state->lanes[lane].n_entries > max) {
+            status = lane_round(kv, layer, lane, next_position, exact, &n, result, error);
+        }
+        *evicted += n;
+        result->has_dropped = result->has_dropped || n + n_passed > 0;
     }
     return status;
 }
