@@ -5,6 +5,7 @@
 #include "support/fixture.h"
 #include "support/oracle.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -33,7 +34,7 @@ static double own_spread(const char *path, const int32_t *tokens, const float *l
 }
 
 /* Feeds `tokens` to both, the prompt in chunks of 32 to ours, then one by one, and compares the logits at each step. */
-void assert_equals_oracle(const char *name, const char *path) {
+double assert_equals_oracle(const char *name, const char *path) {
     dt_model *model = open_model(path, false);
     const size_t n_vocab = (size_t)dt_model_get_info(model)->n_vocab;
     dt_session_params sp = {.n_ctx = 256, .n_batch = 32, .n_threads = 2, .kv_block_tokens = 16};
@@ -78,4 +79,52 @@ void assert_equals_oracle(const char *name, const char *path) {
     oracle_close(o);
     dt_session_free(session);
     dt_model_close(model);
+    return tolerance;
+}
+
+void assert_eviction_is_hiding(const char *name, const dt_model *model, dt_prefill prefill, dt_kv_type kv_type, const char *policy,
+                               double tolerance) {
+    enum { N = 110, STEPS = 5 };
+    const size_t n_vocab = (size_t)dt_model_get_info(model)->n_vocab;
+    int32_t tokens[N + STEPS];
+    random_tokens(tokens, N + STEPS, 3, (int32_t)n_vocab, 5);
+    char json[256];
+    double worst[2] = {0.0, 0.0};
+    for (int reached = 0; reached < 2; reached++) {
+        snprintf(json, sizeof json, "{\"0-\": {\"policy\": \"%s\", \"max_cache_size\": %d, \"min_cache_size\": 8}}", policy,
+                 reached ? 48 : 200);
+        dt_eviction *eviction = eviction_from_json(model, json);
+        dt_session_params on = {.n_threads = 2, .n_batch = 32, .kv_block_tokens = 16, .kv_type = kv_type, .prefill = prefill};
+        dt_session_params off = on;
+        on.eviction = eviction;
+        off.kernel = reached ? "reference" : NULL;
+        off.prefill = DT_PREFILL_FULL;
+        dt_session *evicted = open_session(model, &on), *full = open_session(model, &off);
+        /* streaming evicts between chunks: the full cache follows chunk by chunk, and loses the same entries before the next one */
+        for (size_t n = 32; n < N + 32; n += 32) {
+            sync_tokens(evicted, tokens, n < N ? n : N);
+            sync_tokens(full, tokens, n < N ? n : N);
+            hide_evicted(full, evicted);
+        }
+        for (int32_t i = 0; i < STEPS; i++) {
+            append_token(evicted, tokens[N + i]);
+            append_token(full, tokens[N + i]);
+            hide_evicted(full, evicted);
+            const double error = logit_error(dt_session_logits(evicted), dt_session_logits(full), n_vocab);
+            worst[reached] = error > worst[reached] ? error : worst[reached];
+        }
+        dt_session_stats stats;
+        dt_session_get_stats(evicted, &stats);
+        if ((stats.evicted_tokens > 0) != (reached != 0)) {
+            fail_msg("%s: %d tokens evicted", name, (int)stats.evicted_tokens);
+        }
+        dt_session_free(evicted);
+        dt_session_free(full);
+        dt_eviction_free(eviction);
+    }
+    print_message("%-20s %s %s, %s: %.5f from the same without eviction, %.5f from the reference with victims hidden\n", name,
+                  kv_type == DT_KV_F16 ? "F16" : "INT8", policy, prefill == DT_PREFILL_FULL ? "full" : "streaming", worst[0],
+                  worst[1]);
+    assert_true(worst[0] == 0.0);
+    assert_true(worst[1] <= tolerance);
 }
