@@ -16,6 +16,7 @@
 #define NODES_PER_LAYER 64
 #define NODES_PER_EXPERT_USED 2 /* in each layer */
 #define NODES_PER_MODEL 32
+#define HALF_MAX 65504.0f
 #define SMALLEST_SUM 6.103515625e-5f /* what the chosen experts' probabilities are divided by at least: the smallest normal half */
 
 typedef struct builder {
@@ -75,6 +76,26 @@ static void op_pack_inputs(struct ggml_tensor *dst, int ith, int nth, void *user
 
 static void op_multiply(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_gemm_kernel_auto()->multiply(user, dst->src[0]->data, (int32_t)dst->ne[1], dst->data, dst->nb[1] / sizeof(float), ith, nth);
+}
+
+/* Keeps the sum of 32 inputs in a row within a half: ggml stores it as one beside weights with a minimum. Every thread takes rows. */
+static void op_limit_sums(struct ggml_tensor *dst, const struct ggml_tensor *x, int ith, int nth, void *user) {
+    const int64_t n_rows = ggml_nrows(x);
+    (void)user;
+    for (int64_t row = ith; row < n_rows; row += nth) {
+        float *block = (float *)((char *)dst->data + (size_t)row * dst->nb[1]);
+        for (const float *end = block + x->ne[0]; block < end; block += 32) {
+            float sum = 0.0f, largest = 0.0f;
+            for (int32_t i = 0; i < 32; i++) {
+                sum += block[i];
+                largest = fmaxf(largest, fabsf(block[i]));
+            }
+            const float most = fabsf(sum) + largest / 7.0f; /* 16 roundings of a 254th */
+            for (int32_t i = 0; i < 32 && most > HALF_MAX; i++) {
+                block[i] *= HALF_MAX / most;
+            }
+        }
+    }
 }
 
 /* ---- pieces ---- */
@@ -184,6 +205,29 @@ static struct ggml_tensor *gate(builder *b, struct ggml_tensor *x, struct ggml_t
     return b->hp->arch->activation == DT_ACTIVATION_GELU ? ggml_geglu_split(b->ctx, x, up) : ggml_swiglu_split(b->ctx, x, up);
 }
 
+/*
+ * Holds the inputs of ffn_down to what ggml's product with weights of this type can take: it turns them into halves, or into bytes with
+ * a scale (and a sum) in halves. Products of gate and up are the one place where real models exceed that (GLM-4), and infinities
+ * there become NaN everywhere. Our own packed products have their scales in floats.
+ */
+static struct ggml_tensor *limit(builder *b, const struct ggml_tensor *weight, struct ggml_tensor *x) {
+    switch (weight->type) {
+    case GGML_TYPE_F16:
+        return ggml_clamp(b->ctx, x, -HALF_MAX, HALF_MAX);
+    case GGML_TYPE_Q4_0:
+    case GGML_TYPE_Q5_0:
+    case GGML_TYPE_Q8_0:
+    case GGML_TYPE_IQ4_NL:
+    case GGML_TYPE_MXFP4:
+        return ggml_clamp(b->ctx, x, -120.0f * HALF_MAX, 120.0f * HALF_MAX);
+    case GGML_TYPE_Q4_1:
+    case GGML_TYPE_Q5_1:
+        return ggml_map_custom1_inplace(b->ctx, x, op_limit_sums, GGML_N_TASKS_MAX, NULL);
+    default:
+        return x;
+    }
+}
+
 /* Experts chosen by token: sum of their feed-forwards, weighted by the router's probabilities made to sum to 1 over the chosen.
  * Mixtral (Jiang et al. 2024); routing as in Shazeer et al. 2017. x [E, N] -> [E, N] */
 static struct ggml_tensor *mixture(builder *b, struct ggml_tensor *x, int32_t layer) {
@@ -199,7 +243,8 @@ static struct ggml_tensor *mixture(builder *b, struct ggml_tensor *x, int32_t la
     struct ggml_tensor *rows = ggml_reshape_3d(b->ctx, x, x->ne[0], 1, n);
     struct ggml_tensor *up = ggml_mul_mat_id(b->ctx, w->up_experts, rows, chosen); /* [F, used, N] */
     struct ggml_tensor *gated = gate(b, ggml_mul_mat_id(b->ctx, w->gate_experts, rows, chosen), up);
-    struct ggml_tensor *each = ggml_mul_mat_id(b->ctx, w->down_experts, gated, chosen); /* [E, used, N] */
+    struct ggml_tensor *each =
+        ggml_mul_mat_id(b->ctx, w->down_experts, limit(b, w->down_experts, gated), chosen); /* [E, used, N] */
     each = ggml_mul(b->ctx, each, ggml_reshape_3d(b->ctx, share, 1, n_used, n));
     struct ggml_tensor *sum = NULL;
     for (int64_t i = 0; i < n_used; i++) {
@@ -222,7 +267,7 @@ static struct ggml_tensor *feed_forward(builder *b, struct ggml_tensor *x, int32
         const int64_t width = up->ne[0] / 2;
         gated = gate(b, part(b, up, 0, width), part(b, up, width, width));
     }
-    return linear(b, &w->ffn_down, w->ffn_down_bias, gated);
+    return linear(b, &w->ffn_down, w->ffn_down_bias, limit(b, w->ffn_down.tensor, gated));
 }
 
 static struct ggml_tensor *softcap(builder *b, struct ggml_tensor *x, float cap) {

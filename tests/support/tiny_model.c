@@ -20,7 +20,7 @@
 #define BLOCK_BYTES ((size_t)1 << 22) /* of F32 values quantized at once */
 #define FAST_ROWS 64                  /* different rows of a matrix when is_fast */
 
-typedef enum fill_kind { FILL_MATRIX, FILL_NORM, FILL_QK_NORM, FILL_BIAS, FILL_ROPE_FACTORS } fill_kind;
+typedef enum fill_kind { FILL_MATRIX, FILL_NORM, FILL_BIAS, FILL_ROPE_FACTORS } fill_kind;
 
 /* How a family's files look; what is not said is as in llama. */
 typedef struct layout {
@@ -54,7 +54,7 @@ static const layout *find_layout(const char *arch) {
 typedef struct planned {
     struct ggml_tensor *tensor;
     fill_kind kind;
-    float deviation; /* of the values */
+    float deviation, centre; /* of the values */
 } planned;
 
 typedef struct plan {
@@ -121,7 +121,7 @@ static void add(plan *p, fill_kind kind, enum ggml_type type, int64_t columns, i
     struct ggml_tensor *tensor =
         rows == 0 ? ggml_new_tensor_1d(p->context, type, columns) : ggml_new_tensor_2d(p->context, type, columns, rows);
     ggml_set_name(tensor, name);
-    p->tensors[p->n++] = (planned){.tensor = tensor, .kind = kind, .deviation = deviation};
+    p->tensors[p->n++] = (planned){.tensor = tensor, .kind = kind, .deviation = deviation, .centre = kind == FILL_NORM};
 }
 
 /* A matrix whose output has `deviation` for an input of unit deviation. */
@@ -134,7 +134,7 @@ static void add_matrix(plan *p, int64_t columns, int64_t rows, float deviation, 
 static void add_vector(plan *p, fill_kind kind, int64_t n, float deviation, const char *format, int layer) {
     char name[GGML_MAX_NAME];
     snprintf(name, sizeof name, format, layer);
-    add(p, kind, kind == FILL_NORM || kind == FILL_QK_NORM ? p->model->norm_type : GGML_TYPE_F32, n, 0, deviation, "%s", name);
+    add(p, kind, kind == FILL_NORM ? p->model->norm_type : GGML_TYPE_F32, n, 0, deviation, "%s", name);
 }
 
 static void add_attention(plan *p, int layer) {
@@ -159,8 +159,10 @@ static void add_attention(plan *p, int layer) {
         add_vector(p, FILL_BIAS, kv, 0.5f, "blk.%d.attn_v.bias", layer);
     }
     if (l->qk_norms) {
-        add_vector(p, FILL_QK_NORM, m->head_dim, 0.2f, "blk.%d.attn_q_norm.weight", layer);
-        add_vector(p, FILL_QK_NORM, m->head_dim, 0.2f, "blk.%d.attn_k_norm.weight", layer);
+        for (int i = 0; i < 2; i++) {
+            add_vector(p, FILL_NORM, m->head_dim, 0.2f, i == 0 ? "blk.%d.attn_q_norm.weight" : "blk.%d.attn_k_norm.weight", layer);
+            p->tensors[p->n - 1].centre = 1.6f; /* so that attention is peaked */
+        }
     }
     add_matrix(p, q, m->n_embd, 1.5f, "blk.%d.attn_output.weight", layer);
     if (m->biases) {
@@ -182,21 +184,21 @@ static void add_expert_matrix(plan *p, int64_t columns, int64_t rows, float devi
 
 static void add_feed_forward(plan *p, int layer) {
     const tiny_model_params *m = p->model;
-    const float up = 1.5f * (m->loudness > 0.0f ? m->loudness : 1.0f), down = 1.0f / (m->loudness > 0.0f ? m->loudness : 1.0f);
     add_vector(p, FILL_NORM, m->n_embd, 0.1f, "blk.%d.ffn_norm.weight", layer);
+    p->tensors[p->n - 1].centre = m->loudness > 0.0f ? m->loudness : 1.0f;
     if (m->n_experts > 0) {
         add(p, FILL_MATRIX, GGML_TYPE_F32, m->n_embd, m->n_experts, 2.0f / sqrtf((float)m->n_embd), "blk.%d.ffn_gate_inp.weight",
             layer);
         add_expert_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_gate_exps.weight", layer);
-        add_expert_matrix(p, m->n_embd, m->n_ff, up, "blk.%d.ffn_up_exps.weight", layer);
-        add_expert_matrix(p, m->n_ff, m->n_embd, down, "blk.%d.ffn_down_exps.weight", layer);
+        add_expert_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_up_exps.weight", layer);
+        add_expert_matrix(p, m->n_ff, m->n_embd, 1.0f, "blk.%d.ffn_down_exps.weight", layer);
     } else if (p->layout->fused_gate_up) {
-        add_matrix(p, m->n_embd, 2 * m->n_ff, 1.5f * sqrtf(up / 1.5f), "blk.%d.ffn_up.weight", layer);
-        add_matrix(p, m->n_ff, m->n_embd, down, "blk.%d.ffn_down.weight", layer);
+        add_matrix(p, m->n_embd, 2 * m->n_ff, 1.5f, "blk.%d.ffn_up.weight", layer);
+        add_matrix(p, m->n_ff, m->n_embd, 1.0f, "blk.%d.ffn_down.weight", layer);
     } else {
         add_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_gate.weight", layer);
-        add_matrix(p, m->n_embd, m->n_ff, up, "blk.%d.ffn_up.weight", layer);
-        add_matrix(p, m->n_ff, m->n_embd, down, "blk.%d.ffn_down.weight", layer);
+        add_matrix(p, m->n_embd, m->n_ff, 1.5f, "blk.%d.ffn_up.weight", layer);
+        add_matrix(p, m->n_ff, m->n_embd, 1.0f, "blk.%d.ffn_down.weight", layer);
     }
     if (m->biases) {
         add_vector(p, FILL_BIAS, m->n_ff, 0.3f, "blk.%d.ffn_gate.bias", layer);
@@ -228,7 +230,7 @@ static void add_all(plan *p) {
 /* ---- their data --------------------------------------------------------------------------------- */
 
 static void random_values(const planned *t, uint64_t *state, float *out, int64_t n) {
-    const float range = t->deviation * sqrtf(3.0f), centre = t->kind == FILL_NORM ? 1.0f : t->kind == FILL_QK_NORM ? 1.6f : 0.0f;
+    const float range = t->deviation * sqrtf(3.0f), centre = t->centre;
     for (int64_t i = 0; i < n; i++) {
         out[i] = centre + range * next_uniform(state);
     }

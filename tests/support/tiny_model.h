@@ -39,9 +39,9 @@ typedef struct tiny_model_params {
     int32_t window;                    /* attention.sliding_window; 0: the key is absent */
     int32_t window_period;             /* attention.sliding_window_pattern as a number; 0: the key is absent */
     int32_t n_experts, n_experts_used; /* of families that have them */
-    float loudness;                    /* multiplies what goes into each ffn_down; 0 means 1 */
-    enum ggml_type type;               /* of the matrices; K types need rows of a multiple of 256 */
-    enum ggml_type norm_type;          /* F32; F16 and BF16 are read too */
+    float loudness;           /* multiplies the input of every feed-forward part, what it gives grows with the square; 0 means 1 */
+    enum ggml_type type;      /* of the matrices; K types need rows of a multiple of 256 */
+    enum ggml_type norm_type; /* F32; F16 and BF16 are read too */
     tiny_vocabulary vocabulary;
     const char *chat_template; /* NULL: none */
     int32_t padding_rows;      /* embedding rows beyond the vocabulary; negative: rows are missing */
