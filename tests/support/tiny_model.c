@@ -20,7 +20,7 @@
 #define BLOCK_BYTES ((size_t)1 << 22) /* of F32 values quantized at once */
 #define FAST_ROWS 64                  /* different rows of a matrix when is_fast */
 
-typedef enum fill_kind { FILL_MATRIX, FILL_NORM, FILL_BIAS, FILL_ROPE_FACTORS } fill_kind;
+typedef enum fill_kind { FILL_MATRIX, FILL_NORM, FILL_BIAS, FILL_ROPE_FACTORS, FILL_FAVOURITE } fill_kind;
 
 /* How a family's files look; what is not said is as in llama. */
 typedef struct layout {
@@ -225,6 +225,9 @@ static void add_all(plan *p) {
     if (!m->tied) {
         add_matrix(p, m->n_embd, rows, 3.0f, "output.weight", 0);
     }
+    if (m->favourite > 0) {
+        add(p, FILL_FAVOURITE, GGML_TYPE_F32, rows, 0, 0.0f, "output.bias");
+    }
 }
 
 /* ---- their data --------------------------------------------------------------------------------- */
@@ -265,6 +268,9 @@ static bool write_tensor(const tiny_model_params *m, const planned *t, FILE *fil
         if (row == 0 || !repeats) {
             if (t->kind == FILL_ROPE_FACTORS) {
                 rope_factor_values(values, columns);
+            } else if (t->kind == FILL_FAVOURITE) {
+                memset(values, 0, (size_t)columns * sizeof *values);
+                values[m->favourite - 1] = 1000.0f;
             } else {
                 random_values(t, &state, values, n * columns);
             }
@@ -282,6 +288,35 @@ static bool write_tensor(const tiny_model_params *m, const planned *t, FILE *fil
 /* ---- vocabularies ------------------------------------------------------------------------------- */
 
 enum { TYPE_NORMAL = 1, TYPE_UNKNOWN = 2, TYPE_CONTROL = 3, TYPE_BYTE = 6 };
+
+/* What vocabularies differ in. Ids count from the first special token; -1: the key is absent. */
+typedef struct vocabulary_kind {
+    const char *pre;
+    const char *special[12]; /* in front */
+    const char *marks[12];   /* behind all else */
+    int32_t bos, eos, add_bos;
+    bool is_spm;
+} vocabulary_kind;
+
+#define CHATGLM_MARKS "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"
+#define GLM_ROLES "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"
+
+static const vocabulary_kind vocabulary_kinds[] = {
+    [TINY_VOCABULARY_SPM] = {"default", {"<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"}, {0}, 1, 2, 1, true},
+    [TINY_VOCABULARY_BPE] = {"smollm", {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}, {0}, 0, 0, 0, false},
+    [TINY_VOCABULARY_CHATGLM2] = {"chatglm-spm", {"<unk>", "<s>", "</s>"}, {CHATGLM_MARKS}, 1, 2, 0, true},
+    [TINY_VOCABULARY_CHATGLM3] = {"chatglm-spm", {"<unk>", "<s>", "</s>"}, {CHATGLM_MARKS, GLM_ROLES}, 1, 2, 0, true},
+    [TINY_VOCABULARY_GLM4] =
+        {"glm4", {"<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", GLM_ROLES}, {0}, -1, 0, -1, false},
+    [TINY_VOCABULARY_QWEN] = {"qwen2", {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}, {0}, -1, 2, -1, false},
+    [TINY_VOCABULARY_LLAMA3] = {"llama-bpe",
+                                {"<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+                                {0},
+                                0,
+                                4,
+                                -1,
+                                false},
+};
 
 typedef struct vocabulary {
     char **tokens;
@@ -317,13 +352,17 @@ static void word_text(int32_t i, char out[16]) {
     }
 }
 
+static bool push_special(vocabulary *v, const char *const texts[12]) {
+    bool fits = true;
+    for (int i = 0; i < 12 && texts[i]; i++) {
+        fits = push(v, texts[i], strcmp(texts[i], "<unk>") == 0 ? TYPE_UNKNOWN : TYPE_CONTROL) && fits;
+    }
+    return fits;
+}
+
 static bool fill_spm(vocabulary *v) {
-    static const char *const special[] = {"<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"};
     char text[32];
     bool fits = true;
-    for (int i = 0; i < 5; i++) {
-        fits = push(v, special[i], i == 0 ? TYPE_UNKNOWN : TYPE_CONTROL) && fits;
-    }
     for (int i = 0; i < 256; i++) {
         snprintf(text, sizeof text, "<0x%02X>", i);
         fits = push(v, text, TYPE_BYTE) && fits;
@@ -362,12 +401,8 @@ static void byte_character(int byte, char out[8]) {
 
 /* Every word is the merge of its beginning and its last letter; *merges gets them in the order of their rank. */
 static bool fill_bpe(vocabulary *v, char **merges, int32_t *n_merges) {
-    static const char *const special[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"};
     char text[32], merge[32];
     bool fits = true;
-    for (int i = 0; i < 3; i++) {
-        fits = push(v, special[i], TYPE_CONTROL) && fits;
-    }
     for (int i = 0; i < 256; i++) {
         byte_character(i, text);
         fits = push(v, text, TYPE_NORMAL) && fits;
@@ -391,25 +426,35 @@ static bool set_vocabulary(const tiny_model_params *m, struct gguf_context *out)
     if (m->vocabulary >= TINY_VOCABULARY_NONE) {
         return true;
     }
+    const vocabulary_kind *kind = &vocabulary_kinds[m->vocabulary];
     const size_t n = (size_t)m->n_vocab;
-    const bool is_spm = m->vocabulary == TINY_VOCABULARY_SPM;
     vocabulary v = {calloc(n, sizeof(char *)), calloc(n, sizeof(int32_t)), calloc(n, sizeof(float)), 0, m->n_vocab};
     char **merges = calloc(n, sizeof(char *));
     int32_t n_merges = 0;
-    bool is_done = v.tokens && v.types && v.scores && merges && (is_spm ? fill_spm(&v) : fill_bpe(&v, merges, &n_merges));
+    for (int i = 0; i < 12 && kind->marks[i]; i++) {
+        v.capacity--;
+    }
+    bool is_done = v.tokens && v.types && v.scores && merges && push_special(&v, kind->special);
+    is_done = is_done && (kind->is_spm ? fill_spm(&v) : fill_bpe(&v, merges, &n_merges));
+    v.capacity = m->n_vocab;
+    is_done = is_done && push_special(&v, kind->marks);
     if (is_done) {
-        gguf_set_val_str(out, "tokenizer.ggml.model", is_spm ? "llama" : "gpt2");
-        gguf_set_val_str(out, "tokenizer.ggml.pre", is_spm ? "default" : "smollm");
+        gguf_set_val_str(out, "tokenizer.ggml.model", kind->is_spm ? "llama" : "gpt2");
+        gguf_set_val_str(out, "tokenizer.ggml.pre", kind->pre);
         gguf_set_arr_str(out, "tokenizer.ggml.tokens", (const char **)v.tokens, n);
         gguf_set_arr_data(out, "tokenizer.ggml.token_type", GGUF_TYPE_INT32, v.types, n);
-        if (is_spm) {
+        if (kind->is_spm) {
             gguf_set_arr_data(out, "tokenizer.ggml.scores", GGUF_TYPE_FLOAT32, v.scores, n);
         } else {
             gguf_set_arr_str(out, "tokenizer.ggml.merges", (const char **)merges, (size_t)n_merges);
         }
-        gguf_set_val_u32(out, "tokenizer.ggml.bos_token_id", is_spm ? 1 : 0);
-        gguf_set_val_u32(out, "tokenizer.ggml.eos_token_id", is_spm ? 2 : 0);
-        gguf_set_val_bool(out, "tokenizer.ggml.add_bos_token", is_spm);
+        if (kind->bos >= 0) {
+            gguf_set_val_u32(out, "tokenizer.ggml.bos_token_id", (uint32_t)kind->bos);
+        }
+        gguf_set_val_u32(out, "tokenizer.ggml.eos_token_id", (uint32_t)kind->eos);
+        if (kind->add_bos >= 0) {
+            gguf_set_val_bool(out, "tokenizer.ggml.add_bos_token", kind->add_bos != 0);
+        }
         if (m->chat_template) {
             gguf_set_val_str(out, "tokenizer.chat_template", m->chat_template);
         }

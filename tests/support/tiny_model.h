@@ -20,6 +20,12 @@ typedef enum tiny_rope_scaling { TINY_ROPE_DEFAULT, TINY_ROPE_NONE, TINY_ROPE_LI
 typedef enum tiny_vocabulary {
     TINY_VOCABULARY_SPM,
     TINY_VOCABULARY_BPE,
+    /* as those families' files have them: marks, pre-tokenizer, start and end tokens */
+    TINY_VOCABULARY_CHATGLM2,
+    TINY_VOCABULARY_CHATGLM3,
+    TINY_VOCABULARY_GLM4,
+    TINY_VOCABULARY_QWEN,
+    TINY_VOCABULARY_LLAMA3,
     TINY_VOCABULARY_NONE,   /* of type "none": libllama loads the model, with n_vocab tokens without a text */
     TINY_VOCABULARY_MISSING /* no key of a tokenizer; libllama refuses such a file */
 } tiny_vocabulary;
@@ -44,6 +50,7 @@ typedef struct tiny_model_params {
     enum ggml_type norm_type; /* F32; F16 and BF16 are read too */
     tiny_vocabulary vocabulary;
     const char *chat_template; /* NULL: none */
+    int32_t favourite;         /* 1 + the token that is the likeliest whatever came before (by output.bias); 0: none */
     int32_t padding_rows;      /* embedding rows beyond the vocabulary; negative: rows are missing */
     int32_t n_parts;           /* 1; more: `path` ends in .gguf and becomes -00001-of-0000N.gguf */
     bool is_fast;              /* repeats random rows inside a matrix: for models of real size */
