@@ -60,6 +60,20 @@ static bool parse_switch(tiny_model_params *m, const char *name) {
     return true;
 }
 
+static bool parse_vocabulary(tiny_model_params *m, const char *name) {
+    static const char *const names[] = {
+        [TINY_VOCABULARY_SPM] = "spm",           [TINY_VOCABULARY_BPE] = "bpe",   [TINY_VOCABULARY_CHATGLM2] = "chatglm2",
+        [TINY_VOCABULARY_CHATGLM3] = "chatglm3", [TINY_VOCABULARY_GLM4] = "glm4", [TINY_VOCABULARY_QWEN] = "qwen",
+        [TINY_VOCABULARY_LLAMA3] = "llama3"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        if (names[i] && strcmp(names[i], name) == 0) {
+            m->vocabulary = (tiny_vocabulary)i;
+            return true;
+        }
+    }
+    return false;
+}
+
 static bool parse_value(tiny_model_params *m, const char *name, const char *value) {
     const struct {
         const char *name;
@@ -83,6 +97,13 @@ static bool parse_value(tiny_model_params *m, const char *name, const char *valu
     }
     if (strcmp(name, "--seed") == 0) {
         m->seed = strtoull(value, NULL, 10);
+        return true;
+    }
+    if (strcmp(name, "--vocabulary") == 0) {
+        return parse_vocabulary(m, value);
+    }
+    if (strcmp(name, "--favourite") == 0) {
+        m->favourite = 1 + atoi(value);
         return true;
     }
     if (strcmp(name, "--arch") == 0) {

@@ -419,11 +419,15 @@ static bool fill_bpe(vocabulary *v, char **merges, int32_t *n_merges) {
     return fits;
 }
 
+static bool has_tokens(const tiny_model_params *m) {
+    return m->vocabulary != TINY_VOCABULARY_NONE && m->vocabulary != TINY_VOCABULARY_MISSING;
+}
+
 static bool set_vocabulary(const tiny_model_params *m, struct gguf_context *out) {
     if (m->vocabulary == TINY_VOCABULARY_NONE) {
         gguf_set_val_str(out, "tokenizer.ggml.model", "none");
     }
-    if (m->vocabulary >= TINY_VOCABULARY_NONE) {
+    if (!has_tokens(m)) {
         return true;
     }
     const vocabulary_kind *kind = &vocabulary_kinds[m->vocabulary];
@@ -584,8 +588,8 @@ static const char *find_fault(const tiny_model_params *m) {
     if (m->n_vocab + m->padding_rows < 1) {
         return "there are no embedding rows";
     }
-    if (m->n_vocab < (m->vocabulary >= TINY_VOCABULARY_NONE ? 1 : 262)) {
-        return "the vocabulary has fewer than 262 tokens";
+    if (m->n_vocab < (has_tokens(m) ? 275 : 1)) {
+        return "the vocabulary has fewer than 275 tokens";
     }
     return NULL;
 }

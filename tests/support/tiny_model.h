@@ -20,14 +20,14 @@ typedef enum tiny_rope_scaling { TINY_ROPE_DEFAULT, TINY_ROPE_NONE, TINY_ROPE_LI
 typedef enum tiny_vocabulary {
     TINY_VOCABULARY_SPM,
     TINY_VOCABULARY_BPE,
+    TINY_VOCABULARY_NONE,    /* of type "none": libllama loads the model, with n_vocab tokens without a text */
+    TINY_VOCABULARY_MISSING, /* no key of a tokenizer; libllama refuses such a file */
     /* as those families' files have them: marks, pre-tokenizer, start and end tokens */
     TINY_VOCABULARY_CHATGLM2,
     TINY_VOCABULARY_CHATGLM3,
     TINY_VOCABULARY_GLM4,
     TINY_VOCABULARY_QWEN,
-    TINY_VOCABULARY_LLAMA3,
-    TINY_VOCABULARY_NONE,   /* of type "none": libllama loads the model, with n_vocab tokens without a text */
-    TINY_VOCABULARY_MISSING /* no key of a tokenizer; libllama refuses such a file */
+    TINY_VOCABULARY_LLAMA3
 } tiny_vocabulary;
 
 typedef struct tiny_model_params {
