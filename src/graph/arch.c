@@ -231,6 +231,11 @@ static dt_status read_rope(const dt_gguf *gguf, dt_hparams *hp, dt_error *error)
         return dt_fail(error, DT_ERR_FORMAT, "%s: %s.rope.dimension_count is %d, but the head size is %d", dt_gguf_path(gguf),
                        hp->arch->name, hp->rope_dim, hp->head_dim_k);
     }
+    const key_name sections = key_of(hp, "rope.dimension_sections");
+    if (dt_gguf_has_key(gguf, sections.text)) {
+        return dt_fail(error, DT_ERR_UNSUPPORTED, "%s: %s: a rotation by image positions is not supported; use a text model",
+                       dt_gguf_path(gguf), sections.text);
+    }
     float base = 10000.0f;
     TRY(read_float(gguf, hp, "rope.freq_base", false, false, &base, error));
     float local_base = 10000.0f; /* of layers with a window, in families whose other layers are global */
