@@ -116,7 +116,7 @@ static void test_window_memory(void **state) {
     const char *path = write_windowed();
     dt_model *model = open_model(path, true);
     const size_t n_vocab = (size_t)dt_model_get_info(model)->n_vocab;
-    const dt_session_params params = {.n_threads = 2, .kv_block_tokens = 16};
+    const dt_session_params params = {.n_threads = 1, .kv_block_tokens = 16};
     dt_session *session = open_session(model, &params);
     oracle *o = oracle_open(path, 1024, false);
     assert_non_null(o);
@@ -171,7 +171,7 @@ static void test_window_and_budget(void **state) {
         assert_int_equal(dt_eviction_describe(eviction, &text, &error), DT_OK);
         assert_int_equal(strstr(text, "evicted from inside") != NULL, budget < WINDOW - 1);
         dt_free(text);
-        dt_session_params params = {.n_threads = 2, .kv_block_tokens = 16, .eviction = eviction};
+        dt_session_params params = {.n_threads = 1, .kv_block_tokens = 16, .eviction = eviction};
         dt_session *session = open_session(model, &params);
         params.eviction = NULL;
         params.kernel = "reference";
@@ -211,7 +211,7 @@ static void test_mistral_window(void **state) {
     enum { N = 120 };
     int32_t tokens[N];
     random_tokens(tokens, N, 3, (int32_t)n_vocab, 23);
-    const dt_session_params params = {.n_threads = 2, .n_batch = 32, .kv_block_tokens = 16};
+    const dt_session_params params = {.n_threads = 1, .n_batch = 32, .kv_block_tokens = 16};
     dt_session *session = open_session(model, &params);
     oracle *o = oracle_open(path, 256, false);
     assert_non_null(o);
@@ -229,6 +229,18 @@ static void test_mistral_window(void **state) {
     free(want);
     oracle_close(o);
     dt_session_free(session);
+
+    /* no query is further from a key than the window: with eviction on, the conversation may outgrow the context */
+    dt_eviction *eviction = eviction_from_json(model, "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 100}}");
+    for (int on = 0; on < 2; on++) {
+        const dt_session_params longer = {
+            .n_threads = 1, .n_ctx = 60, .eviction = on ? eviction : NULL, .prefill = DT_PREFILL_STREAMING};
+        dt_error error = {0};
+        session = open_session(model, &longer);
+        assert_int_equal(dt_session_sync(session, tokens, N, NULL, NULL, NULL, &error), on ? DT_OK : DT_ERR_LIMIT);
+        dt_session_free(session);
+    }
+    dt_eviction_free(eviction);
     dt_model_close(model);
 }
 

@@ -27,7 +27,7 @@ static void check_lengths(const tiny_model_params *p, bool exact, int32_t step) 
             if (!dt_attn_kernel_find(kernels[k], &error)) {
                 continue;
             }
-            const dt_session_params sp = {.n_threads = 2, .n_batch = 512, .kernel = kernels[k]};
+            const dt_session_params sp = {.n_threads = 1, .n_batch = 512, .kernel = kernels[k]};
             dt_session *session = open_session(model, &sp);
             sync_tokens(session, tokens, (size_t)n);
             const float *got = dt_session_logits(session);

@@ -31,7 +31,7 @@ static void check_int8(const char *name, const char *path, const dt_model *model
     const size_t n_vocab = (size_t)dt_model_get_info(model)->n_vocab;
     int32_t tokens[N];
     random_tokens(tokens, N, 3, (int32_t)n_vocab, 13);
-    const dt_session_params params = {.n_threads = 2, .n_batch = 32, .kv_type = DT_KV_INT8};
+    const dt_session_params params = {.n_threads = 1, .n_batch = 32, .kv_type = DT_KV_INT8};
     dt_session *session = open_session(model, &params);
     oracle *o = oracle_open(path, 256, false);
     assert_non_null(o);

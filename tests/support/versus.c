@@ -94,7 +94,7 @@ void assert_eviction_is_hiding(const char *name, const dt_model *model, dt_prefi
         snprintf(json, sizeof json, "{\"0-\": {\"policy\": \"%s\", \"max_cache_size\": %d, \"min_cache_size\": 8}}", policy,
                  reached ? 48 : 200);
         dt_eviction *eviction = eviction_from_json(model, json);
-        dt_session_params on = {.n_threads = 2, .n_batch = 32, .kv_block_tokens = 16, .kv_type = kv_type, .prefill = prefill};
+        dt_session_params on = {.n_threads = 1, .n_batch = 32, .kv_block_tokens = 16, .kv_type = kv_type, .prefill = prefill};
         dt_session_params off = on;
         on.eviction = eviction;
         off.kernel = reached ? "reference" : NULL;
