@@ -91,8 +91,40 @@ static void test_loud_types(void **state) {
     }
 }
 
+/* Beyond floats nothing helps: generation ends with a sentence, with eviction too, and nothing aborts. */
+static void test_too_loud(void **state) {
+    (void)state;
+    /* ggml's products with quantized weights may make numbers of what is none */
+    static const enum ggml_type types[] = {GGML_TYPE_F32, GGML_TYPE_BF16};
+    for (size_t t = 0; t < sizeof types / sizeof types[0]; t++) {
+        const tiny_model_params p = params_of("qwen2", types[t], 1e30f);
+        dt_model *model = open_model(write_tiny(&p), false);
+        dt_eviction *eviction = eviction_from_json(
+            model, "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 32, \"min_cache_size\": 8}}");
+        for (int on = 0; on < 2; on++) {
+            const dt_session_params sp = {.n_threads = 1, .eviction = on ? eviction : NULL};
+            dt_session *session = open_session(model, &sp);
+            int32_t tokens[60];
+            random_tokens(tokens, 60, 3, 320, 3);
+            sync_tokens(session, tokens, 60);
+            assert_false(all_finite(dt_session_logits(session), 320));
+            const dt_sampler_params params = dt_sampler_default_params();
+            dt_sampler *sampler = NULL;
+            dt_error error = {0};
+            assert_int_equal(dt_sampler_new(model, &params, &sampler, &error), DT_OK);
+            assert_int_equal(dt_generate(session, sampler, 5, NULL, NULL, NULL, &error), DT_ERR_COMPUTE);
+            assert_non_null(strstr(error.message, "not a number"));
+            dt_sampler_free(sampler);
+            dt_session_free(session);
+        }
+        dt_eviction_free(eviction);
+        dt_model_close(model);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_too_loud),
         cmocka_unit_test(test_ordinary),
         cmocka_unit_test(test_loud_halves),
         cmocka_unit_test(test_loud_types),

@@ -78,6 +78,19 @@ static void op_multiply(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_gemm_kernel_auto()->multiply(user, dst->src[0]->data, (int32_t)dst->ne[1], dst->data, dst->nb[1] / sizeof(float), ith, nth);
 }
 
+/* Holds inputs to +-*user. What is not a number stays so and shows in the logits. Every thread takes rows. */
+static void op_limit_values(struct ggml_tensor *dst, const struct ggml_tensor *x, int ith, int nth, void *user) {
+    const float most = *(const float *)user;
+    const int64_t n_rows = ggml_nrows(x), width = x->ne[0];
+    for (int64_t row = ith; row < n_rows; row += nth) {
+        float *values = (float *)((char *)dst->data + (size_t)row * dst->nb[1]);
+        for (int64_t i = 0; i < width; i++) {
+            const float low = values[i] < -most ? -most : values[i];
+            values[i] = low > most ? most : low;
+        }
+    }
+}
+
 /* Keeps the sum of 32 inputs in a row within a half: ggml stores it as one beside weights with a minimum. Every thread takes rows. */
 static void op_limit_sums(struct ggml_tensor *dst, const struct ggml_tensor *x, int ith, int nth, void *user) {
     const int64_t n_rows = ggml_nrows(x);
@@ -92,7 +105,7 @@ static void op_limit_sums(struct ggml_tensor *dst, const struct ggml_tensor *x, 
             }
             const float most = fabsf(sum) + largest / 7.0f; /* 16 roundings of a 254th */
             for (int32_t i = 0; i < 32 && most > HALF_MAX; i++) {
-                block[i] *= HALF_MAX / most;
+                block[i] *= HALF_MAX / most; /* infinite ones become NaN, which shows in the logits */
             }
         }
     }
@@ -211,15 +224,16 @@ static struct ggml_tensor *gate(builder *b, struct ggml_tensor *x, struct ggml_t
  * there become NaN everywhere. Our own packed products have their scales in floats.
  */
 static struct ggml_tensor *limit(builder *b, const struct ggml_tensor *weight, struct ggml_tensor *x) {
+    static const float half_max = HALF_MAX, bytes_max = 120.0f * HALF_MAX; /* the scale is a 127th of the largest */
     switch (weight->type) {
     case GGML_TYPE_F16:
-        return ggml_clamp(b->ctx, x, -HALF_MAX, HALF_MAX);
+        return ggml_map_custom1_inplace(b->ctx, x, op_limit_values, GGML_N_TASKS_MAX, (void *)&half_max);
     case GGML_TYPE_Q4_0:
     case GGML_TYPE_Q5_0:
     case GGML_TYPE_Q8_0:
     case GGML_TYPE_IQ4_NL:
     case GGML_TYPE_MXFP4:
-        return ggml_clamp(b->ctx, x, -120.0f * HALF_MAX, 120.0f * HALF_MAX);
+        return ggml_map_custom1_inplace(b->ctx, x, op_limit_values, GGML_N_TASKS_MAX, (void *)&bytes_max);
     case GGML_TYPE_Q4_1:
     case GGML_TYPE_Q5_1:
         return ggml_map_custom1_inplace(b->ctx, x, op_limit_sums, GGML_N_TASKS_MAX, NULL);
