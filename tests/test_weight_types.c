@@ -9,14 +9,17 @@
 #include "support/versus.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define N 80
 /* What an INT8 cache adds, as a share of the logits' standard deviation: random models have peaked attention on small heads. */
 #define INT8_TOLERANCE 0.25
 
-static const char *write_type(enum ggml_type type) {
+static const char *write_type(const char *arch, enum ggml_type type) {
     tiny_model_params p = tiny_model_default_params();
-    p.arch = "qwen2";
+    p.arch = arch;
+    p.n_experts = strcmp(arch, "qwen3moe") == 0 ? 4 : 0;
+    p.n_experts_used = p.n_experts; /* all: where rounding decides which one is chosen, no tolerance holds */
     p.n_heads = 4;
     p.n_kv_heads = 2;
     p.head_dim = 64;
@@ -59,7 +62,7 @@ static void test_matrix(void **state) {
                  {"Q4_0", GGML_TYPE_Q4_0}, {"Q4_1", GGML_TYPE_Q4_1}, {"Q4_K", GGML_TYPE_Q4_K},
                  {"Q5_K", GGML_TYPE_Q5_K}, {"Q6_K", GGML_TYPE_Q6_K}, {"IQ4_XS", GGML_TYPE_IQ4_XS}};
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
-        const char *name = types[i].name, *path = write_type(types[i].type);
+        const char *name = types[i].name, *path = write_type("qwen2", types[i].type);
         const double tolerance = assert_equals_oracle(name, path);
         dt_model *model = open_model(path, false);
         check_int8(name, path, model, tolerance);
@@ -69,8 +72,19 @@ static void test_matrix(void **state) {
     }
 }
 
+/* Expert matrices have products and fast layouts of their own. */
+static void test_experts(void **state) {
+    (void)state;
+    assert_equals_oracle("experts F16", write_type("qwen3moe", GGML_TYPE_F16));
+    assert_equals_oracle("experts Q8_0", write_type("qwen3moe", GGML_TYPE_Q8_0));
+    assert_equals_oracle("experts Q4_0", write_type("qwen3moe", GGML_TYPE_Q4_0));
+    assert_equals_oracle("experts Q4_1", write_type("qwen3moe", GGML_TYPE_Q4_1));
+    assert_equals_oracle("experts Q4_K", write_type("qwen3moe", GGML_TYPE_Q4_K));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_experts),
         cmocka_unit_test(test_matrix),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
