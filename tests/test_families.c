@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Share of the logits' standard deviation by which the fast kernels may differ from the reference, after many steps. In an INT8 cache
- * a difference in the last bit may become one of a 127th. */
+/* Share of the logits' standard deviation by which the fast kernels may differ from the reference, after many steps. In an INT8
+ * cache a difference in the last bit may become one of a 127th. */
 #define TOLERANCE 0.01
 #define TOLERANCE_INT8 0.1
 
@@ -198,7 +198,7 @@ static void test_window_and_budget(void **state) {
     dt_model_close(model);
 }
 
-/* A window in every layer of a llama model (Mistral): libllama has none there, so its cache loses by hand what the window passes. */
+/* A window in every layer of a llama model (Mistral): libllama has none there; its cache loses by hand what the window passes. */
 static void test_mistral_window(void **state) {
     (void)state;
     const family f = {"mistral", "llama", .n_layers = 3, .window = 24};

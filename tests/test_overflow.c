@@ -1,7 +1,7 @@
 /*
- * Activations beyond what halves hold (cases.md row 17): real GLM models have them before ffn_down. Logits stay finite at every prompt
- * length from 1 to 130, each of which takes its own way through the kernels, and are the same with every attention kernel; ordinary
- * activations are tried too. Activations inside attention are test_attn's.
+ * Activations beyond what halves hold (cases.md row 17): real GLM models have them before ffn_down. Logits stay finite at every
+ * prompt length from 1 to 130, each of which takes its own way through the kernels, and are the same with every attention kernel;
+ * ordinary activations are tried too. Activations inside attention are test_attn's.
  */
 #include "attn/attn.h"
 #include "support/cmocka_all.h"

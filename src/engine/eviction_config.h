@@ -30,8 +30,8 @@ dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_evictio
 /* text[n_bytes] as if read from the file `path`. */
 dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
                                   dt_error *error);
-/* Tells the model's sliding windows [n_layers]. A preset then keeps a window whole that is longer than its max_cache_size; sizes that a
- * user named hold all the same, and dt_eviction_describe says what that means. */
+/* Tells the model's sliding windows [n_layers]. A preset then keeps a window whole that is longer than its max_cache_size; sizes
+ * that a user named hold all the same, and dt_eviction_describe says what that means. */
 void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows);
 const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer);
 

@@ -88,7 +88,8 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
 }
 
 /* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
- * plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context does not limit it. */
+ * plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context does not
+ * limit it. */
 static bool keeps_distances_short(const dt_session *s) {
     bool is_short = s->params.eviction != NULL && s->params.prefill == DT_PREFILL_STREAMING;
     for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {

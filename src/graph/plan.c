@@ -91,7 +91,7 @@ static void op_limit_values(struct ggml_tensor *dst, const struct ggml_tensor *x
     }
 }
 
-/* Keeps the sum of 32 inputs in a row within a half: ggml stores it as one beside weights with a minimum. Every thread takes rows. */
+/* Keeps the sum of 32 inputs within a half: ggml stores it as one beside weights with a minimum. Every thread takes rows. */
 static void op_limit_sums(struct ggml_tensor *dst, const struct ggml_tensor *x, int ith, int nth, void *user) {
     const int64_t n_rows = ggml_nrows(x);
     (void)user;
@@ -219,9 +219,9 @@ static struct ggml_tensor *gate(builder *b, struct ggml_tensor *x, struct ggml_t
 }
 
 /*
- * Holds the inputs of ffn_down to what ggml's product with weights of this type can take: it turns them into halves, or into bytes with
- * a scale (and a sum) in halves. Products of gate and up are the one place where real models exceed that (GLM-4), and infinities
- * there become NaN everywhere. Our own packed products have their scales in floats.
+ * Holds the inputs of ffn_down to what ggml's product with weights of this type can take: it turns them into halves, or into
+ * bytes with a scale (and a sum) in halves. Products of gate and up are the one place where real models exceed that (GLM-4), and
+ * infinities there become NaN everywhere. Our own packed products have their scales in floats.
  */
 static struct ggml_tensor *limit(builder *b, const struct ggml_tensor *weight, struct ggml_tensor *x) {
     static const float half_max = HALF_MAX, bytes_max = 120.0f * HALF_MAX; /* the scale is a 127th of the largest */

@@ -82,8 +82,9 @@ typedef struct dt_round_result {
 } dt_round_result;
 
 /* Runs a round in every layer in which a lane exceeds its budget: its lanes over budget go down to the low-water mark, or, when
- * `exact`, to max_cache_size; what the layer's window has passed goes before any policy is asked, and is not counted. Nothing may be
- * uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went. */
+ * `exact`, to max_cache_size; what the layer's window has passed goes before any policy is asked, and is not counted. Nothing
+ * may be uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what
+ * went. */
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
 
 /* ---- sliding windows (window.c) ---- */
@@ -91,8 +92,8 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
 /* Blocks of tokens that a conversation can be taken back by, in layers with a window, without being computed again. */
 #define DT_KV_REWIND_BLOCKS 4
 
-/* Drops what the layers' windows have passed, once it is worth it; to be called after every commit. *whole_from is raised to the lowest
- * position that dt_kv_truncate may then still go to. On failure (memory) lanes not yet treated keep more. */
+/* Drops what the layers' windows have passed, once it is worth it; to be called after every commit. *whole_from is raised to the
+ * lowest position that dt_kv_truncate may then still go to. On failure (memory) lanes not yet treated keep more. */
 dt_status dt_kv_slide(dt_kv *kv, int32_t next_position, int32_t *whole_from, dt_error *error);
 
 /* True when the layer's policy needs attention mass, and entries have room for it. */

@@ -45,7 +45,7 @@ static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next
     return status;
 }
 
-/* *evicted: tokens that the policy took, summed over the layer's lanes. What the layer's window has passed goes before it is asked. */
+/* *evicted: tokens that the policy took, summed over the lanes. What the layer's window has passed goes before it is asked. */
 static dt_status layer_round(dt_kv *kv, int32_t layer, int32_t next_position, bool exact, int64_t *evicted, dt_round_result *result,
                              dt_error *error) {
     const dt_kv_layer_state *state = &kv->layers[layer];

@@ -1,6 +1,7 @@
 /*
- * See glm.h. The forms are those of the models' own code: ChatGLM2 numbers rounds and knows no system prompt (one is put before the first
- * question), ChatGLM3 and GLM-4 write roles as marks. After the assistant's mark nothing follows: the model begins with the newline.
+ * See glm.h. The forms are those of the models' own code: ChatGLM2 numbers rounds and knows no system prompt (one is put before
+ * the first question), ChatGLM3 and GLM-4 write roles as marks. After the assistant's mark nothing follows: the model begins with
+ * the newline.
  * Invariant: what is rendered for k messages is the beginning of what is rendered for more, so a conversation is only appended to.
  */
 #include "text/glm.h"

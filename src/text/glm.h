@@ -1,6 +1,6 @@
 /*
- * What ChatGLM2, ChatGLM3 and GLM-4 want of a tokenizer and that libllama does not know: two marks before every text, chat forms for
- * files without a template, several tokens that end a reply, and marks that are plain words. See the models' own tokenization code.
+ * What ChatGLM2, ChatGLM3 and GLM-4 want of a tokenizer and that libllama does not know: two marks before every text, chat forms
+ * for files without a template, several tokens that end a reply, and marks that are plain words.
  */
 #ifndef DT_TEXT_GLM_H
 #define DT_TEXT_GLM_H
@@ -34,7 +34,7 @@ typedef struct dt_glm {
     char prefix_text[32]; /* as templates write them */
     int32_t ends[2];      /* the user's and the observation's mark: the model would go on as them */
     int32_t n_ends;
-    /* ChatGLM2 and 3: what is a mark in a text. There sop and eop are control tokens, and libllama would find them in "philosophy". */
+    /* ChatGLM2 and 3: what is a mark in a text. sop and eop are control tokens there, which libllama finds in "philosophy" too. */
     dt_glm_mark marks[DT_GLM_MAX_MARKS];
     int32_t n_marks;
 } dt_glm;

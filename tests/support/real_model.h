@@ -1,6 +1,6 @@
 /*
- * A real small model on a real long text, against libllama on the same file: logits, greedy tokens, local_window against a cache whose
- * middle was removed, budgets that are not reached.
+ * A real small model on a real long text, against libllama on the same file: logits, greedy tokens, local_window against a cache
+ * whose middle was removed, budgets that are not reached.
  */
 #ifndef DT_TEST_REAL_MODEL_H
 #define DT_TEST_REAL_MODEL_H
