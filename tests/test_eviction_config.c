@@ -551,8 +551,41 @@ static void test_mutations(void **state) {
     }
 }
 
+/* A preset spares a sliding window longer than its budget; sizes that a user named hold, and the description says so. */
+static void test_windows(void **state) {
+    (void)state;
+    const int32_t windows[] = {4096, 4096, 0, 512};
+    dt_error error;
+    dt_eviction *eviction = preset(4, "chat");
+    dt_eviction_set_windows(eviction, windows);
+    require_description(eviction,
+                        "TLC: layers 0-1    none              keeps its window of 4096\n"
+                        "TLC: layers 2      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0\n"
+                        "TLC: layers 3      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0  window 512");
+    assert_null(dt_eviction_budget(eviction, 0)->policy);
+    assert_int_equal(dt_eviction_override(eviction, 0, 100, &error), DT_OK); /* names no size of the cache */
+    assert_null(dt_eviction_budget(eviction, 0)->policy);
+    assert_int_equal(dt_eviction_override(eviction, 1000, -1, &error), DT_OK);
+    require_description(
+        eviction, "TLC: layers 0-1    local_window      max 1000  min 100  sinks 4  recent 128  slots 0  window 4096, evicted from "
+                  "inside too\n"
+                  "TLC: layers 2      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0\n"
+                  "TLC: layers 3      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0  window 512");
+    dt_eviction_free(eviction);
+
+    eviction = config(4, "{\"0-2\": {\"policy\": \"local_window\", \"max_cache_size\": 4094}}");
+    dt_eviction_set_windows(eviction, windows);
+    require_description(eviction,
+                        "TLC: layers 0-1    local_window      max 4094  min 512  sinks 4  recent 128  slots 0  window 4096, "
+                        "evicted from inside too\n"
+                        "TLC: layers 2      local_window      max 4094  min 512  sinks 4  recent 128  slots 0\n"
+                        "TLC: layers 3      none              keeps its window of 512");
+    dt_eviction_free(eviction);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup(test_windows, begin_log),
         cmocka_unit_test_setup(test_presets, begin_log),
         cmocka_unit_test_setup(test_presets_on_few_layers, begin_log),
         cmocka_unit_test_setup(test_unknown_preset, begin_log),

@@ -7,93 +7,20 @@
 #include "support/compare.h"
 #include "support/fixture.h"
 #include "support/oracle.h"
+#include "support/versus.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define N_PROMPT 75
-#define N_GREEDY 40
-/* Share of the logits' standard deviation. libllama rounds queries and probabilities to F16 for its products, we do not. */
+/* As in support/versus.c. */
 #define TOLERANCE 0.02
-/* Products with weights of few bits round the activations too (to BF16, to 8 bits), which magnifies any earlier difference. How much,
- * the oracle shows itself: with its two ways of computing attention. We may be this many times as far from it as it is from itself. */
-#define OF_ITS_OWN_SPREAD 2.5
-
-typedef struct model_case {
-    const char *name;
-    tiny_model_params params;
-} model_case;
 
 static tiny_model_params base_params(void) {
     tiny_model_params p = tiny_model_default_params();
     p.n_layers = 2;
     p.n_ctx = 512;
     return p;
-}
-
-/* How far libllama's logits are from its own with flash attention, over the prompt. */
-static double own_spread(const char *path, const int32_t *tokens, const float *logits, size_t n_vocab) {
-    oracle *flash = oracle_open(path, 256, true);
-    assert_non_null(flash);
-    float *other = malloc(N_PROMPT * n_vocab * sizeof *other);
-    assert_true(oracle_decode(flash, tokens, N_PROMPT, other));
-    double worst = 0.0;
-    for (size_t i = 0; i < N_PROMPT; i++) {
-        const double error = logit_error(other + i * n_vocab, logits + i * n_vocab, n_vocab);
-        worst = error > worst ? error : worst;
-    }
-    free(other);
-    oracle_close(flash);
-    return worst;
-}
-
-/* Feeds `tokens` to both, the prompt in chunks of 32 to ours, then one by one, and compares the logits at each step. */
-static void compare_logits(const char *name, const char *path) {
-    dt_model *model = open_model(path, false);
-    const size_t n_vocab = (size_t)dt_model_get_info(model)->n_vocab;
-    dt_session_params sp = {.n_ctx = 256, .n_batch = 32, .n_threads = 2, .kv_block_tokens = 16};
-    dt_session *session = open_session(model, &sp);
-    oracle *o = oracle_open(path, 256, false);
-    assert_non_null(o);
-
-    int32_t tokens[N_PROMPT + N_GREEDY];
-    random_tokens(tokens, N_PROMPT, 3, (int32_t)n_vocab, 7);
-    float *want = malloc(N_PROMPT * n_vocab * sizeof *want);
-    assert_true(oracle_decode(o, tokens, N_PROMPT, want));
-    sync_tokens(session, tokens, 40);
-    double worst = 0.0;
-    for (size_t i = 39;; i++) {
-        const double error = logit_error(dt_session_logits(session), want + i * n_vocab, n_vocab);
-        worst = error > worst ? error : worst;
-        if (i + 1 == N_PROMPT) {
-            break;
-        }
-        append_token(session, tokens[i + 1]);
-    }
-    /* greedy: equal tokens, but where the oracle itself hesitates within the tolerance; both go on with the oracle's token */
-    const double spread = own_spread(path, tokens, want, n_vocab), tolerance = TOLERANCE + OF_ITS_OWN_SPREAD * spread;
-    float *last = malloc(n_vocab * sizeof *last);
-    memcpy(last, want + (N_PROMPT - 1) * n_vocab, n_vocab * sizeof *last);
-    int32_t same = 0;
-    for (int32_t i = 0; i < N_GREEDY; i++) {
-        const int32_t theirs = argmax(last, n_vocab);
-        const bool equal = argmax(dt_session_logits(session), n_vocab) == theirs;
-        assert_true(equal || top_gap(last, n_vocab) <= 2 * tolerance);
-        same += equal;
-        append_token(session, theirs);
-        assert_true(oracle_decode(o, &theirs, 1, last));
-        const double error = logit_error(dt_session_logits(session), last, n_vocab);
-        worst = error > worst ? error : worst;
-    }
-    print_message("%-24s worst logit error %.4f (libllama's own spread %.4f), %d of %d greedy tokens equal\n", name, worst, spread,
-                  same, N_GREEDY);
-    assert_true(worst <= tolerance);
-    free(last);
-    free(want);
-    oracle_close(o);
-    dt_session_free(session);
-    dt_model_close(model);
 }
 
 static void test_head_layouts(void **state) {
@@ -112,7 +39,7 @@ static void test_head_layouts(void **state) {
         p.seed = 100 + i;
         char name[64];
         snprintf(name, sizeof name, "heads %d/%d of %d", p.n_heads, p.n_kv_heads, p.head_dim);
-        compare_logits(name, write_tiny(&p));
+        assert_equals_oracle(name, write_tiny(&p));
     }
 }
 
@@ -137,7 +64,7 @@ static void test_weight_types(void **state) {
             p.tied = tied != 0;
             char name[64];
             snprintf(name, sizeof name, "%s %s", types[i].name, tied ? "tied" : "untied");
-            compare_logits(name, write_tiny(&p));
+            assert_equals_oracle(name, write_tiny(&p));
         }
     }
 }
@@ -146,20 +73,20 @@ static void test_biases_and_ropes(void **state) {
     (void)state;
     tiny_model_params p = base_params();
     p.biases = true;
-    compare_logits("biases", write_tiny(&p));
+    assert_equals_oracle("biases", write_tiny(&p));
     p = base_params();
     p.rope_scaling = TINY_ROPE_LINEAR;
     p.rope_factor = 4.0f;
-    compare_logits("linear rope scaling", write_tiny(&p));
+    assert_equals_oracle("linear rope scaling", write_tiny(&p));
     p = base_params();
     p.rope_scaling = TINY_ROPE_YARN;
     p.rope_factor = 4.0f;
     p.rope_original_context = 128;
-    compare_logits("YaRN rope scaling", write_tiny(&p));
+    assert_equals_oracle("YaRN rope scaling", write_tiny(&p));
     p = base_params();
     p.rope_freqs = true;
     p.rope_base = 500000.0f;
-    compare_logits("llama 3 rope factors", write_tiny(&p));
+    assert_equals_oracle("llama 3 rope factors", write_tiny(&p));
 }
 
 /* Ours evicts by local_window; the oracle gets the whole prompt and then loses the same middle. */

@@ -23,7 +23,7 @@ static uint32_t hash(uint32_t a, uint32_t b) {
 }
 
 static dt_kv *new_cache(const dt_budget *budgets, int32_t n_layers, int32_t n_lanes) {
-    dt_kv_layer_params params[4];
+    dt_kv_layer_params params[4] = {0};
     for (int32_t i = 0; i < n_layers; i++) {
         params[i].n_lanes = n_lanes;
         params[i].budget = budgets[i];

@@ -73,9 +73,10 @@ dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, 
         eviction->requests = calloc((size_t)n_layers, sizeof *eviction->requests);
         eviction->budgets = calloc((size_t)n_layers, sizeof *eviction->budgets);
         eviction->lists = calloc((size_t)n_layers, sizeof *eviction->lists);
+        eviction->windows = calloc((size_t)n_layers, sizeof *eviction->windows);
     }
     if (eviction == NULL || eviction->name == NULL || eviction->requests == NULL || eviction->budgets == NULL ||
-        eviction->lists == NULL) {
+        eviction->lists == NULL || eviction->windows == NULL) {
         dt_eviction_free(eviction);
         return dt_fail_memory(error, (size_t)n_layers * (sizeof(dt_budget) + sizeof(dt_eviction_request)), "eviction settings");
     }
@@ -93,7 +94,31 @@ void dt_eviction_free(dt_eviction *eviction) {
         free(eviction->lists);
         free(eviction->requests);
         free(eviction->budgets);
+        free(eviction->windows);
         free(eviction);
+    }
+}
+
+/* ---- sliding windows ---- */
+
+/* A query sees itself and window - 1 tokens of the cache: with a smaller budget some of them would be evicted. */
+static bool cuts_window(const dt_budget *budget, int32_t window) {
+    return budget->policy != NULL && budget->max_cache_size < window - 1;
+}
+
+/* Layers that keep their window instead of evicting: where nobody asked for less, and where the text would be repeated out of the
+ * window's sight, so that reconstruction would find nothing. */
+static bool spares_window(const dt_eviction *eviction, const dt_budget *budget, int32_t window) {
+    const bool blind = window > 0 && budget->policy != NULL && budget->policy->needs_peak;
+    return blind || (eviction->spares_windows && cuts_window(budget, window));
+}
+
+void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows) {
+    for (int32_t i = 0; i < eviction->n_layers; i++) {
+        eviction->windows[i] = windows[i];
+        if (spares_window(eviction, &eviction->budgets[i], windows[i])) {
+            eviction->budgets[i] = (dt_budget){0};
+        }
     }
 }
 
@@ -131,6 +156,7 @@ dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_evict
     if (status != DT_OK) {
         return status;
     }
+    (*out)->spares_windows = true;
     const int32_t n_shallow = DT_MAX(0, DT_MIN(n_layers / 2, n_layers - found->least_deep));
     for (int32_t i = 0; i < n_layers; i++) {
         const bool deep = i >= n_shallow;
@@ -205,6 +231,8 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
                        max_cache_size < 0 ? max_cache_size : min_cache_size);
     }
     const size_t n = (size_t)eviction->n_layers;
+    const bool spared_windows = eviction->spares_windows;
+    eviction->spares_windows = spared_windows && max_cache_size == 0;
     dt_eviction_request *requests = malloc(n * sizeof *requests);
     dt_budget *budgets = calloc(n, sizeof *budgets);
     dt_status status = DT_OK;
@@ -217,8 +245,12 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
         if (requests[i].policy != NULL) {
             status = override_layer(i, max_cache_size, min_cache_size, &requests[i], &budgets[i], error);
         }
+        if (status == DT_OK && spares_window(eviction, &budgets[i], eviction->windows[i])) {
+            budgets[i] = (dt_budget){0};
+        }
     }
     if (status != DT_OK) {
+        eviction->spares_windows = spared_windows;
         free(requests);
         free(budgets);
         return status;
@@ -245,15 +277,19 @@ static bool same_budget(const dt_budget *a, const dt_budget *b) {
 /* First layer after the run of equal layers that begins at `first`. */
 static int32_t run_end(const dt_eviction *eviction, int32_t first) {
     int32_t end = first + 1;
-    while (end < eviction->n_layers && same_budget(&eviction->budgets[first], &eviction->budgets[end])) {
+    while (end < eviction->n_layers && same_budget(&eviction->budgets[first], &eviction->budgets[end]) &&
+           eviction->windows[first] == eviction->windows[end]) {
         end++;
     }
     return end;
 }
 
-static int describe_run(const dt_budget *b, int32_t n_lanes, const char *range, int width, char *out, size_t capacity) {
+static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, const char *range, int width, char *out,
+                        size_t capacity) {
+    char what[64] = "";
     if (b->policy == NULL) {
-        return snprintf(out, capacity, "TLC: layers %-*s  %-16s  keeps everything\n", width, range, "none");
+        snprintf(what, sizeof what, window > 0 ? "keeps its window of %d" : "keeps everything", window);
+        return snprintf(out, capacity, "TLC: layers %-*s  %-16s  %s\n", width, range, "none", what);
     }
     char max[48] = "any";
     if (b->lane_max != NULL) {
@@ -265,9 +301,12 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, const char *range, 
     } else if (b->max_cache_size < INT32_MAX) {
         snprintf(max, sizeof max, "%d", b->max_cache_size);
     }
-    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots 0%s\n", width, range,
+    if (window > 0) {
+        snprintf(what, sizeof what, "  window %d%s", window, cuts_window(b, window) ? ", evicted from inside too" : "");
+    }
+    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots 0%s%s\n", width, range,
                     b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window,
-                    b->policy->needs_peak ? "  score reconstruct" : "");
+                    b->policy->needs_peak ? "  score reconstruct" : "", what);
 }
 
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {
@@ -280,7 +319,7 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
         dt_eviction_range(i, end, range);
         width = DT_MAX(width, (int)strlen(range));
     }
-    const size_t line_bytes = 192, bytes = (size_t)(n_runs + 1) * line_bytes;
+    const size_t line_bytes = 256, bytes = (size_t)(n_runs + 1) * line_bytes;
     char *text = malloc(bytes);
     if (text == NULL) {
         return dt_fail_memory(error, bytes, "the eviction settings' text");
@@ -293,8 +332,8 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
     for (int32_t i = 0, end; i < eviction->n_layers; i = end) {
         end = run_end(eviction, i);
         dt_eviction_range(i, end, range);
-        length +=
-            (size_t)describe_run(&eviction->budgets[i], eviction->requests[i].n_lanes, range, width, text + length, bytes - length);
+        length += (size_t)describe_run(&eviction->budgets[i], eviction->requests[i].n_lanes, eviction->windows[i], range, width,
+                                       text + length, bytes - length);
     }
     text[length - 1] = '\0'; /* lines are joined by newlines, not ended by them */
     *out = text;
@@ -309,9 +348,8 @@ const char *dt_eviction_name(const dt_eviction *eviction) { return eviction->nam
 
 /* ---- the public functions ---- */
 
-/* A list of sizes must have one for each KV head of its layers. */
-static dt_status fit_to_model(const dt_model *model, dt_status status, dt_eviction **out, dt_error *error) {
-    const dt_model_info *info = dt_model_get_info(model);
+/* The last step of all three: a list of sizes must have one for each KV head of its layers, and windows are respected. */
+static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction **out, dt_error *error) {
     for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
         const dt_eviction_request *request = &(*out)->requests[i];
         if (request->lanes != NULL && request->n_lanes != info->n_kv_heads[i]) {
@@ -319,7 +357,9 @@ static dt_status fit_to_model(const dt_model *model, dt_status status, dt_evicti
                              (*out)->name, i, request->n_lanes, info->n_kv_heads[i]);
         }
     }
-    if (status != DT_OK) {
+    if (status == DT_OK) {
+        dt_eviction_set_windows(*out, info->windows);
+    } else {
         dt_eviction_free(*out);
         *out = NULL;
     }
@@ -327,16 +367,17 @@ static dt_status fit_to_model(const dt_model *model, dt_status status, dt_evicti
 }
 
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name, dt_eviction **out, dt_error *error) {
-    return dt_eviction_config_preset(dt_model_get_info(model)->n_layers, preset_name, out, error);
+    const dt_model_info *info = dt_model_get_info(model);
+    return finish(dt_eviction_config_preset(info->n_layers, preset_name, out, error), info, out, error);
 }
 
 dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,
                                 dt_error *error) {
-    const dt_status status = dt_eviction_config_text(dt_model_get_info(model)->n_layers, name, text, n_bytes, out, error);
-    return fit_to_model(model, status, out, error);
+    const dt_model_info *info = dt_model_get_info(model);
+    return finish(dt_eviction_config_text(info->n_layers, name, text, n_bytes, out, error), info, out, error);
 }
 
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error) {
-    const dt_status status = dt_eviction_config_file(dt_model_get_info(model)->n_layers, path, out, error);
-    return fit_to_model(model, status, out, error);
+    const dt_model_info *info = dt_model_get_info(model);
+    return finish(dt_eviction_config_file(info->n_layers, path, out, error), info, out, error);
 }

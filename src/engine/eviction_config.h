@@ -25,6 +25,8 @@ struct dt_eviction {
     dt_budget *budgets;            /* [n_layers] */
     int32_t **lists;               /* [n_layers] the lists of lanes, each at the first layer it is for; NULL elsewhere */
     int32_t total_cache_size;      /* shared by the layers that evict, see dt_kv_set_budgets; 0 = each lane has its own */
+    int32_t *windows;              /* [n_layers] the model's sliding windows in tokens, 0 = none */
+    bool spares_windows;           /* nobody named a size: no layer gives up what its window still sees */
 };
 
 dt_status dt_eviction_config_preset(int32_t n_layers, const char *preset, dt_eviction **out, dt_error *error);
@@ -32,6 +34,9 @@ dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_evictio
 /* text[n_bytes] as if read from the file `path`. */
 dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
                                   dt_error *error);
+/* Tells the model's sliding windows [n_layers]. A preset then keeps a window whole that is longer than its max_cache_size; sizes
+ * that a user named hold all the same, and dt_eviction_describe says what that means. */
+void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows);
 const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer);
 int32_t dt_eviction_total(const dt_eviction *eviction);
 

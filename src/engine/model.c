@@ -40,6 +40,7 @@ static dt_status fill_info(dt_model *model, dt_error *error) {
     info->head_dim_k = hp->head_dim_k;
     info->head_dim_v = hp->head_dim_v;
     info->n_kv_heads = hp->n_kv_heads;
+    info->windows = hp->window;
     info->n_params = dt_weights_n_params(model->decoder->weights);
     info->weight_bytes = dt_weights_bytes(model->decoder->weights);
     info->step_weight_bytes = dt_decoder_step_bytes(model->decoder);

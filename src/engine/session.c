@@ -90,13 +90,15 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
 }
 
 /* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
- * plus chunk, however long the conversation. Then the trained context does not limit it. */
+ * plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context does not
+ * limit it. */
 static bool keeps_distances_short(const dt_session *s) {
     bool is_short = s->params.eviction != NULL && s->params.prefill == DT_PREFILL_STREAMING;
     for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {
         const dt_budget *b = dt_eviction_budget(s->params.eviction, i);
-        is_short =
-            b->policy == &dt_policy_local_window && b->sink_tokens == 0 && b->max_cache_size + s->params.n_batch <= s->params.n_ctx;
+        const int32_t window = s->model->info.windows[i];
+        is_short = (window > 0 && window <= s->params.n_ctx) || (b->policy == &dt_policy_local_window && b->sink_tokens == 0 &&
+                                                                 b->max_cache_size + s->params.n_batch <= s->params.n_ctx);
     }
     return is_short;
 }
@@ -109,6 +111,7 @@ static dt_status new_cache(dt_session *s, dt_error *error) {
     }
     for (int32_t i = 0; i < hp->n_layers; i++) {
         layers[i].n_lanes = hp->n_kv_heads[i];
+        layers[i].window = hp->window[i];
         dt_kv_format_init(&layers[i].format, s->params.kv_type, s->params.kv_type, hp->head_dim_k, hp->head_dim_v,
                           s->params.kv_block_tokens);
         if (s->params.eviction) {
@@ -281,7 +284,7 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n
     memcpy(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
     s->n_tokens += n;
     s->logits = logits + (size_t)(n_outputs - 1) * (size_t)s->model->info.n_vocab;
-    return DT_OK;
+    return dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, error);
 }
 
 static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error) {
@@ -367,7 +370,7 @@ static dt_status evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_round_result result;
     const dt_status status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
-    if (result.n_evicted > 0) {
+    if (result.has_dropped) {
         s->whole_from = s->n_tokens;
     }
     s->stats.eviction_rounds += result.n_rounds;
@@ -443,7 +446,8 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
         return status;
     }
     dt_log(DT_LOG_INFO,
-           "the conversation changed at token %zu, before the last eviction at token %d: computing it again from the start",
+           "the conversation changed at token %zu, before token %d, up to which the cache is no longer whole: computing it again "
+           "from the start",
            position, s->whole_from);
     dt_kv_clear(s->kv);
     s->n_tokens = 0;

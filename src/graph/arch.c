@@ -8,9 +8,34 @@
 #include <stdio.h>
 #include <string.h>
 
+/* Fields left out are off: rotation of pairs (2i, 2i+1), SiLU, dense. */
 static const dt_arch archs[] = {
-    /* Llama 2, Llama 3.x, SmolLM2, and what was saved in their format */
-    {.name = "llama", .rope_style = DT_ROPE_NORM, .activation = DT_ACTIVATION_SILU, .rope_is_whole_head = true},
+    /* Llama 2, Llama 3.x, SmolLM2, Mistral, Mixtral, and what was saved in their format */
+    {.name = "llama", .rope_is_whole_head = true, .has_window = true, .experts = DT_EXPERTS_POSSIBLE},
+    {.name = "smollm3", .rope_is_whole_head = true, .unrotated_period = 4},
+    /* Qwen 1: fused QKV with bias */
+    {.name = "qwen", .rope_style = DT_ROPE_NEOX, .counts_gate_and_up = true},
+    /* Qwen 1.5, 2, 2.5 */
+    {.name = "qwen2", .rope_style = DT_ROPE_NEOX, .rope_is_whole_head = true},
+    {.name = "qwen3", .rope_style = DT_ROPE_NEOX, .rope_is_whole_head = true, .has_qk_norms = true},
+    {.name = "qwen3moe",
+     .rope_style = DT_ROPE_NEOX,
+     .rope_is_whole_head = true,
+     .has_qk_norms = true,
+     .experts = DT_EXPERTS_ALWAYS},
+    /* ChatGLM2, ChatGLM3, GLM-4-9B-chat: fused QKV with bias, half of the head rotated */
+    {.name = "chatglm", .has_fused_gate_up = true},
+    /* GLM-4-0414 */
+    {.name = "glm4", .has_fused_gate_up = true, .has_post_norms = true},
+    {.name = "gemma3",
+     .rope_style = DT_ROPE_NEOX,
+     .activation = DT_ACTIVATION_GELU,
+     .has_qk_norms = true,
+     .has_post_norms = true,
+     .scales_embedding = true,
+     .has_window = true,
+     .window_period = 6,
+     .wide_scale_layers = 62},
 };
 #define N_ARCHS (sizeof archs / sizeof archs[0])
 
@@ -102,6 +127,10 @@ static dt_status read_sizes(const dt_gguf *gguf, dt_hparams *hp, dt_error *error
     TRY(read_int(gguf, hp, "context_length", true, 1, 1 << 30, &hp->n_ctx_train, error));
     TRY(read_int_array(gguf, hp, "feed_forward_length", true, 1 << 24, hp->n_ff, error));
 
+    for (int32_t i = 0; i < hp->n_layers && hp->arch->counts_gate_and_up; i++) {
+        hp->n_ff[i] = DT_MAX(hp->n_ff[i] / 2, 1);
+    }
+
     int32_t heads[DT_MAX_LAYERS] = {0};
     TRY(read_int_array(gguf, hp, "attention.head_count", true, DT_MAX_HEADS, heads, error));
     hp->n_heads = heads[0];
@@ -138,16 +167,57 @@ static dt_status read_attention(const dt_gguf *gguf, dt_hparams *hp, dt_error *e
     TRY(read_float(gguf, hp, "attention.layer_norm_rms_epsilon", true, true, &hp->norm_eps, error));
     float scale = 0.0f;
     TRY(read_float(gguf, hp, "attention.scale", false, true, &scale, error));
-    hp->attention_scale = scale > 0.0f ? scale : 1.0f / sqrtf((float)hp->head_dim_k);
-    hp->embedding_scale = 1.0f;
+    const bool is_wide = hp->arch->wide_scale_layers > 0 && hp->n_layers == hp->arch->wide_scale_layers;
+    const int32_t scaled_dim = is_wide ? hp->n_embd / hp->n_heads : hp->head_dim_k;
+    hp->attention_scale = scale > 0.0f ? scale : 1.0f / sqrtf((float)DT_MAX(scaled_dim, 1));
+    hp->embedding_scale = hp->arch->scales_embedding ? sqrtf((float)hp->n_embd) : 1.0f;
+    return read_float(gguf, hp, "final_logit_softcapping", false, true, &hp->logit_softcap, error);
+}
 
-    const key_name experts = key_of(hp, "expert_count");
-    uint32_t n_experts = 0;
-    TRY(dt_gguf_u32(gguf, experts.text, false, &n_experts, error));
-    if (n_experts > 0) {
+/* A mixture of experts; n_ff becomes the width of one of them. */
+static dt_status read_experts(const dt_gguf *gguf, dt_hparams *hp, dt_error *error) {
+    const dt_experts experts = hp->arch->experts;
+    TRY(read_int(gguf, hp, "expert_count", experts == DT_EXPERTS_ALWAYS, 0, DT_MAX_EXPERTS, &hp->n_experts, error));
+    if (hp->n_experts > 0 && experts == DT_EXPERTS_NONE) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
-                       "%s: a mixture of %u experts is not supported in architecture '%s'; use a dense model", dt_gguf_path(gguf),
-                       n_experts, hp->arch->name);
+                       "%s: a mixture of %d experts is not supported in architecture '%s'; use a dense model", dt_gguf_path(gguf),
+                       hp->n_experts, hp->arch->name);
+    }
+    if (hp->n_experts == 0 && experts == DT_EXPERTS_ALWAYS) {
+        return dt_fail(error, DT_ERR_FORMAT, "%s: %s.expert_count is 0, but must be from 1 to %d", dt_gguf_path(gguf),
+                       hp->arch->name, DT_MAX_EXPERTS);
+    }
+    if (hp->n_experts == 0) {
+        return DT_OK;
+    }
+    TRY(read_int(gguf, hp, "expert_used_count", true, 1, hp->n_experts, &hp->n_experts_used, error));
+    if (experts == DT_EXPERTS_ALWAYS) {
+        for (int32_t i = 0; i < hp->n_layers; i++) {
+            hp->n_ff[i] = DT_MAX(hp->n_ff[i] / hp->n_experts_used, 1);
+        }
+        TRY(read_int_array(gguf, hp, "expert_feed_forward_length", false, 1 << 24, hp->n_ff, error));
+    }
+    return DT_OK;
+}
+
+/* Which layers see only the last tokens. attention.sliding_window_pattern: a period as in dt_arch, or a flag per layer. */
+static dt_status read_windows(const dt_gguf *gguf, dt_hparams *hp, dt_error *error) {
+    int32_t window = 0, period = hp->arch->window_period;
+    if (!hp->arch->has_window) {
+        return DT_OK;
+    }
+    TRY(read_int(gguf, hp, "attention.sliding_window", false, 0, INT32_MAX, &window, error));
+    const key_name pattern = key_of(hp, "attention.sliding_window_pattern");
+    const bool has_flags = dt_gguf_array_length(gguf, pattern.text) >= 0;
+    uint32_t flags[DT_MAX_LAYERS];
+    if (has_flags) {
+        TRY(dt_gguf_u32_array(gguf, pattern.text, true, flags, hp->n_layers, error));
+    } else {
+        TRY(read_int(gguf, hp, "attention.sliding_window_pattern", false, 0, DT_MAX_LAYERS, &period, error));
+    }
+    for (int32_t i = 0; i < hp->n_layers; i++) {
+        const bool is_local = has_flags ? flags[i] != 0 : period == 0 || i % period < period - 1;
+        hp->window[i] = is_local ? window : 0;
     }
     return DT_OK;
 }
@@ -161,11 +231,15 @@ static dt_status read_rope(const dt_gguf *gguf, dt_hparams *hp, dt_error *error)
         return dt_fail(error, DT_ERR_FORMAT, "%s: %s.rope.dimension_count is %d, but the head size is %d", dt_gguf_path(gguf),
                        hp->arch->name, hp->rope_dim, hp->head_dim_k);
     }
+    const key_name sections = key_of(hp, "rope.dimension_sections");
+    if (dt_gguf_has_key(gguf, sections.text)) {
+        return dt_fail(error, DT_ERR_UNSUPPORTED, "%s: %s: a rotation by image positions is not supported; use a text model",
+                       dt_gguf_path(gguf), sections.text);
+    }
     float base = 10000.0f;
     TRY(read_float(gguf, hp, "rope.freq_base", false, false, &base, error));
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        hp->rope_base[i] = base;
-    }
+    float local_base = 10000.0f; /* of layers with a window, in families whose other layers are global */
+    TRY(read_float(gguf, hp, "rope.freq_base_swa", false, false, &local_base, error));
 
     const char *type = "linear";
     const key_name type_key = key_of(hp, "rope.scaling.type");
@@ -178,7 +252,13 @@ static dt_status read_rope(const dt_gguf *gguf, dt_hparams *hp, dt_error *error)
     float factor = 0.0f;
     TRY(read_float(gguf, hp, "rope.scale_linear", false, true, &factor, error)); /* the key's old name */
     TRY(read_float(gguf, hp, "rope.scaling.factor", false, true, &factor, error));
-    hp->rope_freq_scale = none || factor == 0.0f ? 1.0f : 1.0f / factor;
+    const float freq_scale = none || factor == 0.0f ? 1.0f : 1.0f / factor;
+    for (int32_t i = 0; i < hp->n_layers; i++) {
+        const bool is_local = hp->window[i] > 0 && hp->arch->window_period > 0;
+        const bool is_rotated = hp->arch->unrotated_period == 0 || (i + 1) % hp->arch->unrotated_period != 0;
+        hp->rope_base[i] = !is_rotated ? 0.0f : is_local ? local_base : base;
+        hp->rope_freq_scale[i] = is_local ? 1.0f : freq_scale;
+    }
 
     hp->rope_ctx_orig = hp->n_ctx_train;
     TRY(read_int(gguf, hp, "rope.scaling.original_context_length", false, 1, 1 << 30, &hp->rope_ctx_orig, error));
@@ -203,5 +283,7 @@ dt_status dt_hparams_read(const dt_gguf *gguf, dt_hparams *out, dt_error *error)
     }
     TRY(read_sizes(gguf, out, error));
     TRY(read_attention(gguf, out, error));
+    TRY(read_experts(gguf, out, error));
+    TRY(read_windows(gguf, out, error));
     return read_rope(gguf, out, error);
 }

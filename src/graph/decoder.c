@@ -9,71 +9,130 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LAYER_REQUESTS 16
-#define MODEL_REQUESTS 4
+#define LAYER_REQUESTS 24
+#define MODEL_REQUESTS 5
 
 typedef struct request_list {
+    const dt_gguf *gguf;
     dt_weight_request *items;
     int32_t n;
 } request_list;
 
-/* Adds one request; ne1 = 0: a vector. layer < 0: not of a layer. */
-static void ask(request_list *list, int32_t layer, const char *name, dt_weight_use use, int64_t ne0, int64_t ne1, bool required,
-                struct ggml_tensor **out, dt_gemm_matrix *packed) {
-    dt_weight_request *r = &list->items[list->n++];
+static void name_tensor(int32_t layer, const char *name, char *out, size_t capacity) {
     if (layer < 0) {
-        snprintf(r->name, sizeof r->name, "%s", name);
+        snprintf(out, capacity, "%s", name);
     } else {
-        snprintf(r->name, sizeof r->name, "blk.%d.%s", layer, name);
+        snprintf(out, capacity, "blk.%d.%s", layer, name);
     }
+}
+
+static bool has_tensor(const request_list *list, int32_t layer, const char *name) {
+    char full[sizeof list->items->name];
+    int64_t shape[4];
+    name_tensor(layer, name, full, sizeof full);
+    return dt_gguf_tensor_shape(list->gguf, full, shape);
+}
+
+/* Adds one request; a dimension of 0 is none. layer < 0: not of a layer. */
+static dt_weight_request *ask(request_list *list, int32_t layer, const char *name, dt_weight_use use, int64_t ne0, int64_t ne1,
+                              int64_t ne2, bool required, struct ggml_tensor **out) {
+    dt_weight_request *r = &list->items[list->n++];
+    name_tensor(layer, name, r->name, sizeof r->name);
     r->use = use;
-    r->n_dims = ne1 > 0 ? 2 : 1;
+    r->n_dims = ne2 > 0 ? 3 : ne1 > 0 ? 2 : 1;
     r->ne[0] = ne0;
-    r->ne[1] = ne1 > 0 ? ne1 : 1;
-    r->ne[2] = 1;
+    r->ne[1] = DT_MAX(ne1, 1);
+    r->ne[2] = DT_MAX(ne2, 1);
     r->required = required;
     r->out = out;
-    r->packed = packed;
+    return r;
 }
 
 static void ask_vector(request_list *list, int32_t layer, const char *name, int64_t n, bool required, struct ggml_tensor **out) {
-    ask(list, layer, name, DT_USE_ELEMENTWISE, n, 0, required, out, NULL);
+    ask(list, layer, name, DT_USE_ELEMENTWISE, n, 0, 0, required, out);
 }
 
 static void ask_matrix(request_list *list, int32_t layer, const char *name, int64_t n_in, int64_t n_out, dt_matrix *out) {
-    ask(list, layer, name, DT_USE_MATMUL, n_in, n_out, true, &out->tensor, &out->packed);
+    ask(list, layer, name, DT_USE_MATMUL, n_in, n_out, 0, true, &out->tensor)->packed = &out->packed;
 }
 
-static void ask_layer(request_list *list, const dt_hparams *hp, int32_t i, dt_layer_weights *w) {
-    const int64_t width = hp->n_embd, ff = hp->n_ff[i];
+static void ask_experts(request_list *list, int32_t layer, const char *name, int64_t n_in, int64_t n_out, int64_t n_experts,
+                        struct ggml_tensor **out) {
+    ask(list, layer, name, DT_USE_MATMUL_ID, n_in, n_out, n_experts, true, out);
+}
+
+/* Queries, keys and values come from one matrix or from three, as the file has them. */
+static void ask_attention(request_list *list, const dt_hparams *hp, int32_t i, dt_layer_weights *w) {
+    const int64_t width = hp->n_embd;
     const int64_t q = (int64_t)hp->n_heads * hp->head_dim_k, k = (int64_t)hp->n_kv_heads[i] * hp->head_dim_k;
     const int64_t v = (int64_t)hp->n_kv_heads[i] * hp->head_dim_v, o = (int64_t)hp->n_heads * hp->head_dim_v;
     ask_vector(list, i, "attn_norm.weight", width, true, &w->attn_norm);
-    ask_matrix(list, i, "attn_q.weight", width, q, &w->wq);
-    ask_matrix(list, i, "attn_k.weight", width, k, &w->wk);
-    ask_matrix(list, i, "attn_v.weight", width, v, &w->wv);
-    ask_matrix(list, i, "attn_output.weight", o, width, &w->wo);
+    if (has_tensor(list, i, "attn_qkv.weight")) {
+        ask_matrix(list, i, "attn_qkv.weight", width, q + k + v, &w->wqkv);
+        ask_vector(list, i, "attn_qkv.bias", q + k + v, false, &w->bqkv);
+    } else {
+        ask_matrix(list, i, "attn_q.weight", width, q, &w->wq);
+        ask_matrix(list, i, "attn_k.weight", width, k, &w->wk);
+        ask_matrix(list, i, "attn_v.weight", width, v, &w->wv);
+    }
     ask_vector(list, i, "attn_q.bias", q, false, &w->bq);
     ask_vector(list, i, "attn_k.bias", k, false, &w->bk);
     ask_vector(list, i, "attn_v.bias", v, false, &w->bv);
+    if (hp->arch->has_qk_norms) {
+        ask_vector(list, i, "attn_q_norm.weight", hp->head_dim_k, true, &w->q_norm);
+        ask_vector(list, i, "attn_k_norm.weight", hp->head_dim_k, true, &w->k_norm);
+    }
+    ask_matrix(list, i, "attn_output.weight", o, width, &w->wo);
     ask_vector(list, i, "attn_output.bias", width, false, &w->bo);
-    ask_vector(list, i, "ffn_norm.weight", width, true, &w->ffn_norm);
-    ask_matrix(list, i, "ffn_gate.weight", width, ff, &w->ffn_gate);
-    ask_matrix(list, i, "ffn_up.weight", width, ff, &w->ffn_up);
-    ask_matrix(list, i, "ffn_down.weight", ff, width, &w->ffn_down);
-    ask_vector(list, i, "ffn_gate.bias", ff, false, &w->ffn_gate_bias);
-    ask_vector(list, i, "ffn_up.bias", ff, false, &w->ffn_up_bias);
-    ask_vector(list, i, "ffn_down.bias", width, false, &w->ffn_down_bias);
+    if (hp->arch->has_post_norms) {
+        ask_vector(list, i, "post_attention_norm.weight", width, true, &w->attn_post_norm);
+    }
 }
 
-static void ask_model(request_list *list, const dt_gguf *gguf, dt_decoder *d) {
+static void ask_feed_forward(request_list *list, const dt_hparams *hp, int32_t i, dt_layer_weights *w) {
+    const int64_t width = hp->n_embd, ff = hp->n_ff[i];
+    ask_vector(list, i, "ffn_norm.weight", width, true, &w->ffn_norm);
+    if (hp->n_experts > 0) {
+        ask_matrix(list, i, "ffn_gate_inp.weight", width, hp->n_experts, &w->router);
+        ask_experts(list, i, "ffn_gate_exps.weight", width, ff, hp->n_experts, &w->gate_experts);
+        ask_experts(list, i, "ffn_up_exps.weight", width, ff, hp->n_experts, &w->up_experts);
+        ask_experts(list, i, "ffn_down_exps.weight", ff, width, hp->n_experts, &w->down_experts);
+    } else if (hp->arch->has_fused_gate_up) {
+        ask_matrix(list, i, "ffn_up.weight", width, 2 * ff, &w->ffn_up);
+        ask_matrix(list, i, "ffn_down.weight", ff, width, &w->ffn_down);
+    } else {
+        ask_matrix(list, i, "ffn_gate.weight", width, ff, &w->ffn_gate);
+        ask_matrix(list, i, "ffn_up.weight", width, ff, &w->ffn_up);
+        ask_matrix(list, i, "ffn_down.weight", ff, width, &w->ffn_down);
+        ask_vector(list, i, "ffn_gate.bias", ff, false, &w->ffn_gate_bias);
+        ask_vector(list, i, "ffn_up.bias", ff, false, &w->ffn_up_bias);
+        ask_vector(list, i, "ffn_down.bias", width, false, &w->ffn_down_bias);
+    }
+    if (hp->arch->has_post_norms) {
+        ask_vector(list, i, "post_ffw_norm.weight", width, true, &w->ffn_post_norm);
+    }
+}
+
+static void ask_model(request_list *list, dt_decoder *d) {
     const dt_hparams *hp = &d->hp;
-    int64_t shape[4];
-    const bool tied = !dt_gguf_tensor_shape(gguf, "output.weight", shape);
-    ask(list, -1, "token_embd.weight", DT_USE_ROWS, hp->n_embd, hp->n_vocab, true, &d->token_embedding, NULL);
+    const bool tied = !has_tensor(list, -1, "output.weight");
+    ask(list, -1, "token_embd.weight", DT_USE_ROWS, hp->n_embd, hp->n_vocab, 0, true, &d->token_embedding);
     ask_vector(list, -1, "output_norm.weight", hp->n_embd, true, &d->output_norm);
     ask_matrix(list, -1, tied ? "token_embd.weight" : "output.weight", hp->n_embd, hp->n_vocab, &d->output);
+    ask_vector(list, -1, "output.bias", hp->n_vocab, false, &d->output_bias);
     ask_vector(list, -1, "rope_freqs.weight", hp->rope_dim / 2, false, &d->rope_factors);
+}
+
+/* What one token reads of a matrix. */
+static uint64_t step_bytes(const dt_hparams *hp, const dt_weight_request *request) {
+    switch (request->use) {
+    case DT_USE_MATMUL:
+        return ggml_nbytes(*request->out);
+    case DT_USE_MATMUL_ID:
+        return ggml_nbytes(*request->out) / (uint64_t)hp->n_experts * (uint64_t)hp->n_experts_used;
+    default:
+        return 0;
+    }
 }
 
 dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt_decoder **out, dt_error *error) {
@@ -82,7 +141,7 @@ dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt
         return dt_fail_memory(error, sizeof *d, "the model");
     }
     dt_status status = dt_hparams_read(gguf, &d->hp, error);
-    request_list list = {0};
+    request_list list = {.gguf = gguf};
     if (status == DT_OK) {
         const size_t n_layers = (size_t)d->hp.n_layers;
         d->layers = calloc(n_layers, sizeof *d->layers);
@@ -96,14 +155,15 @@ dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt
         }
     }
     if (status == DT_OK) {
-        ask_model(&list, gguf, d);
+        ask_model(&list, d);
         for (int32_t i = 0; i < d->hp.n_layers; i++) {
-            ask_layer(&list, &d->hp, i, &d->layers[i]);
+            ask_attention(&list, &d->hp, i, &d->layers[i]);
+            ask_feed_forward(&list, &d->hp, i, &d->layers[i]);
         }
         status = dt_weights_load(gguf, d->device, params, list.items, list.n, &d->weights, error);
     }
     for (int32_t i = 0; status == DT_OK && i < list.n; i++) {
-        d->step_bytes += list.items[i].use == DT_USE_MATMUL ? ggml_nbytes(*list.items[i].out) : 0;
+        d->step_bytes += step_bytes(&d->hp, &list.items[i]);
     }
     free(list.items);
     if (status != DT_OK) {

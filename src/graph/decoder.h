@@ -13,13 +13,20 @@ typedef struct dt_matrix {
     dt_gemm_matrix packed; /* n_out = 0: tensor is to be used by ggml */
 } dt_matrix;
 
+/* What a layer does not have is NULL, a matrix's tensor too. */
 typedef struct dt_layer_weights {
-    struct ggml_tensor *attn_norm;                                   /* [E] */
-    dt_matrix wq, wk, wv, wo;                                        /* [E, H*D], [E, G*D], [E, G*Dv], [H*Dv, E] */
-    struct ggml_tensor *bq, *bk, *bv, *bo;                           /* or NULL */
-    struct ggml_tensor *ffn_norm;                                    /* [E] */
-    dt_matrix ffn_gate, ffn_up, ffn_down;                            /* [E, F], [E, F], [F, E] */
-    struct ggml_tensor *ffn_gate_bias, *ffn_up_bias, *ffn_down_bias; /* or NULL */
+    struct ggml_tensor *attn_norm, *attn_post_norm;                  /* [E] */
+    dt_matrix wqkv;                                                  /* [E, H*D + G*D + G*Dv], in place of the next three */
+    dt_matrix wq, wk, wv;                                            /* [E, H*D], [E, G*D], [E, G*Dv] */
+    struct ggml_tensor *bqkv, *bq, *bk, *bv;                         /* their biases */
+    struct ggml_tensor *q_norm, *k_norm;                             /* [D] */
+    dt_matrix wo;                                                    /* [H*Dv, E] */
+    struct ggml_tensor *bo;                                          /* [E] */
+    struct ggml_tensor *ffn_norm, *ffn_post_norm;                    /* [E] */
+    dt_matrix ffn_gate, ffn_up, ffn_down;                            /* [E, F], [E, F] ([E, 2F] with the gate in it), [F, E] */
+    struct ggml_tensor *ffn_gate_bias, *ffn_up_bias, *ffn_down_bias; /* [F], [F], [E] */
+    dt_matrix router;                                                /* [E, X], where there are experts */
+    struct ggml_tensor *gate_experts, *up_experts, *down_experts;    /* [E, F, X], [E, F, X], [F, E, X], in place of ffn_* */
 } dt_layer_weights;
 
 typedef struct dt_decoder {
@@ -29,6 +36,7 @@ typedef struct dt_decoder {
     struct ggml_tensor *token_embedding; /* [E, V], in the file's layout, for get_rows */
     struct ggml_tensor *output_norm;     /* [E] */
     dt_matrix output;                    /* [E, V] */
+    struct ggml_tensor *output_bias;     /* [V] or NULL */
     struct ggml_tensor *rope_factors;    /* [rope_dim/2] or NULL */
     dt_layer_weights *layers;            /* [L] */
     uint64_t step_bytes;
@@ -37,7 +45,7 @@ typedef struct dt_decoder {
 /* Reads hyperparameters, then loads the weights onto the CPU device. */
 dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt_decoder **out, dt_error *error);
 void dt_decoder_free(dt_decoder *decoder);
-/* Bytes of the matrices that one token's computation reads, in the file's layout. */
+/* Bytes of the matrices that one token's computation reads (of experts: of those that one token uses), in the file's layout. */
 uint64_t dt_decoder_step_bytes(const dt_decoder *decoder);
 
 #endif

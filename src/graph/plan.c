@@ -11,11 +11,15 @@
 
 #include "weights/ggml_calls.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define NODES_PER_LAYER 48
+#define NODES_PER_LAYER 64
+#define NODES_PER_EXPERT_USED 2 /* in each layer */
 #define NODES_PER_MODEL 32
+#define HALF_MAX 65504.0f
+#define SMALLEST_SUM 6.103515625e-5f /* what the chosen experts' probabilities are divided by at least: the smallest normal half */
 
 typedef struct builder {
     const dt_decoder *decoder;
@@ -76,6 +80,39 @@ static void op_multiply(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_gemm_kernel_auto()->multiply(user, dst->src[0]->data, (int32_t)dst->ne[1], dst->data, dst->nb[1] / sizeof(float), ith, nth);
 }
 
+/* Holds inputs to +-*user. What is not a number stays so and shows in the logits. Every thread takes rows. */
+static void op_limit_values(struct ggml_tensor *dst, const struct ggml_tensor *x, int ith, int nth, void *user) {
+    const float most = *(const float *)user;
+    const int64_t n_rows = ggml_nrows(x), width = x->ne[0];
+    for (int64_t row = ith; row < n_rows; row += nth) {
+        float *values = (float *)((char *)dst->data + (size_t)row * dst->nb[1]);
+        for (int64_t i = 0; i < width; i++) {
+            const float low = values[i] < -most ? -most : values[i];
+            values[i] = low > most ? most : low;
+        }
+    }
+}
+
+/* Keeps the sum of 32 inputs within a half: ggml stores it as one beside weights with a minimum. Every thread takes rows. */
+static void op_limit_sums(struct ggml_tensor *dst, const struct ggml_tensor *x, int ith, int nth, void *user) {
+    const int64_t n_rows = ggml_nrows(x);
+    (void)user;
+    for (int64_t row = ith; row < n_rows; row += nth) {
+        float *block = (float *)((char *)dst->data + (size_t)row * dst->nb[1]);
+        for (const float *end = block + x->ne[0]; block < end; block += 32) {
+            float sum = 0.0f, largest = 0.0f;
+            for (int32_t i = 0; i < 32; i++) {
+                sum += block[i];
+                largest = fmaxf(largest, fabsf(block[i]));
+            }
+            const float most = fabsf(sum) + largest / 7.0f; /* 16 roundings of a 254th */
+            for (int32_t i = 0; i < 32 && most > HALF_MAX; i++) {
+                block[i] *= HALF_MAX / most; /* infinite ones become NaN, which shows in the logits */
+            }
+        }
+    }
+}
+
 /* ---- pieces ---- */
 
 static struct ggml_tensor *norm(builder *b, struct ggml_tensor *x, struct ggml_tensor *weight) {
@@ -93,6 +130,10 @@ static struct ggml_tensor *pack_inputs(builder *b, struct ggml_tensor *x) {
     return b->packed_inputs;
 }
 
+static struct ggml_tensor *add_bias(builder *b, struct ggml_tensor *x, struct ggml_tensor *bias) {
+    return bias ? ggml_add(b->ctx, x, bias) : x;
+}
+
 /* x [n_in, N] -> [n_out, N] */
 static struct ggml_tensor *linear(builder *b, const dt_matrix *w, struct ggml_tensor *bias, struct ggml_tensor *x) {
     struct ggml_tensor *y;
@@ -103,15 +144,48 @@ static struct ggml_tensor *linear(builder *b, const dt_matrix *w, struct ggml_te
     } else {
         y = ggml_mul_mat(b->ctx, w->tensor, x);
     }
-    return bias ? ggml_add(b->ctx, y, bias) : y;
+    return add_bias(b, y, bias);
 }
 
+/* x [D, heads, N] */
 static struct ggml_tensor *rope(builder *b, struct ggml_tensor *x, int32_t layer) {
     const dt_hparams *hp = b->hp;
+    if (hp->rope_base[layer] == 0.0f) {
+        return x;
+    }
     const int mode = hp->arch->rope_style == DT_ROPE_NEOX ? GGML_ROPE_TYPE_NEOX : 0;
     return ggml_rope_ext(b->ctx, x, b->plan->positions, b->decoder->rope_factors, hp->rope_dim, mode, hp->rope_ctx_orig,
-                         hp->rope_base[layer], hp->rope_freq_scale, hp->rope_ext_factor, hp->rope_attn_factor, hp->rope_beta_fast,
-                         hp->rope_beta_slow);
+                         hp->rope_base[layer], hp->rope_freq_scale[layer], hp->rope_ext_factor, hp->rope_attn_factor,
+                         hp->rope_beta_fast, hp->rope_beta_slow);
+}
+
+/* Rows [first, first + n) of x as [n, N]. */
+static struct ggml_tensor *part(builder *b, struct ggml_tensor *x, int64_t first, int64_t n) {
+    return ggml_view_2d(b->ctx, x, n, x->ne[1], x->nb[1], (size_t)first * sizeof(float));
+}
+
+/* x [E, N] -> *q [H*D, N], *k [G*D, N], *v [G*Dv, N]; strided where they come from one matrix. */
+static void project(builder *b, struct ggml_tensor *x, int32_t layer, struct ggml_tensor **q, struct ggml_tensor **k,
+                    struct ggml_tensor **v) {
+    const dt_layer_weights *w = &b->decoder->layers[layer];
+    const int64_t n_q = (int64_t)b->hp->n_heads * b->hp->head_dim_k, n_k = (int64_t)b->hp->n_kv_heads[layer] * b->hp->head_dim_k;
+    if (w->wqkv.tensor) {
+        struct ggml_tensor *qkv = linear(b, &w->wqkv, w->bqkv, x);
+        *q = add_bias(b, part(b, qkv, 0, n_q), w->bq);
+        *k = add_bias(b, part(b, qkv, n_q, n_k), w->bk);
+        *v = add_bias(b, part(b, qkv, n_q + n_k, qkv->ne[0] - n_q - n_k), w->bv);
+    } else {
+        *q = linear(b, &w->wq, w->bq, x);
+        *k = linear(b, &w->wk, w->bk, x);
+        *v = linear(b, &w->wv, w->bv, x);
+    }
+}
+
+/* x [D*heads, N] -> [D, heads, N], each head normed where the model does that, and rotated. */
+static struct ggml_tensor *heads(builder *b, struct ggml_tensor *x, struct ggml_tensor *head_norm, int64_t n_heads, int32_t layer) {
+    const int64_t dim = b->hp->head_dim_k;
+    x = ggml_view_3d(b->ctx, x, dim, n_heads, x->ne[1], (size_t)dim * sizeof(float), x->nb[1], 0);
+    return rope(b, head_norm ? norm(b, x, head_norm) : x, layer);
 }
 
 /* x [E, N] -> [Dv*H, N] */
@@ -119,13 +193,12 @@ static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t 
     const dt_hparams *hp = b->hp;
     const dt_layer_weights *w = &b->decoder->layers[layer];
     dt_plan_layer *io = &b->plan->layers[layer];
-    const int64_t n = x->ne[1], n_kv_heads = hp->n_kv_heads[layer];
+    const int64_t n = x->ne[1];
 
-    struct ggml_tensor *q = linear(b, &w->wq, w->bq, x);
-    struct ggml_tensor *k = linear(b, &w->wk, w->bk, x);
-    io->v = linear(b, &w->wv, w->bv, x);
-    io->q = rope(b, ggml_reshape_3d(b->ctx, q, hp->head_dim_k, hp->n_heads, n), layer);
-    io->k = rope(b, ggml_reshape_3d(b->ctx, k, hp->head_dim_k, n_kv_heads, n), layer);
+    struct ggml_tensor *q, *k;
+    project(b, x, layer, &q, &k, &io->v);
+    io->q = heads(b, q, w->q_norm, hp->n_heads, layer);
+    io->k = heads(b, k, w->k_norm, hp->n_kv_heads[layer], layer);
 
     struct ggml_tensor *store_args[] = {io->k, io->v};
     struct ggml_tensor *stored =
@@ -142,14 +215,75 @@ static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t 
     return io->out;
 }
 
+/* act(x) * up */
+static struct ggml_tensor *gate(builder *b, struct ggml_tensor *x, struct ggml_tensor *up) {
+    return b->hp->arch->activation == DT_ACTIVATION_GELU ? ggml_geglu_split(b->ctx, x, up) : ggml_swiglu_split(b->ctx, x, up);
+}
+
+/*
+ * Holds the inputs of ffn_down to what ggml's product with weights of this type can take: it turns them into halves, or into
+ * bytes with a scale (and a sum) in halves. Products of gate and up are the one place where real models exceed that (GLM-4), and
+ * infinities there become NaN everywhere. Our own packed products have their scales in floats.
+ */
+static struct ggml_tensor *limit(builder *b, const struct ggml_tensor *weight, struct ggml_tensor *x) {
+    static const float half_max = HALF_MAX, bytes_max = 120.0f * HALF_MAX; /* the scale is a 127th of the largest */
+    switch (weight->type) {
+    case GGML_TYPE_F16:
+        return ggml_map_custom1_inplace(b->ctx, x, op_limit_values, GGML_N_TASKS_MAX, (void *)&half_max);
+    case GGML_TYPE_Q4_0:
+    case GGML_TYPE_Q5_0:
+    case GGML_TYPE_Q8_0:
+    case GGML_TYPE_IQ4_NL:
+    case GGML_TYPE_MXFP4:
+        return ggml_map_custom1_inplace(b->ctx, x, op_limit_values, GGML_N_TASKS_MAX, (void *)&bytes_max);
+    case GGML_TYPE_Q4_1:
+    case GGML_TYPE_Q5_1:
+        return ggml_map_custom1_inplace(b->ctx, x, op_limit_sums, GGML_N_TASKS_MAX, NULL);
+    default:
+        return x;
+    }
+}
+
+/* Experts chosen by token: sum of their feed-forwards, weighted by the router's probabilities made to sum to 1 over the chosen.
+ * Mixtral (Jiang et al. 2024); routing as in Shazeer et al. 2017. x [E, N] -> [E, N] */
+static struct ggml_tensor *mixture(builder *b, struct ggml_tensor *x, int32_t layer) {
+    const dt_layer_weights *w = &b->decoder->layers[layer];
+    const int64_t n = x->ne[1], n_experts = b->hp->n_experts, n_used = b->hp->n_experts_used;
+    struct ggml_tensor *probabilities = ggml_soft_max(b->ctx, linear(b, &w->router, NULL, x));
+    struct ggml_tensor *chosen = ggml_argsort_top_k(b->ctx, probabilities, (int)n_used); /* [used, N] */
+    struct ggml_tensor *share =
+        ggml_get_rows(b->ctx, ggml_reshape_3d(b->ctx, probabilities, 1, n_experts, n), chosen); /* [1, used, N] */
+    share = ggml_reshape_2d(b->ctx, share, n_used, n);
+    share = ggml_div(b->ctx, share, ggml_clamp(b->ctx, ggml_sum_rows(b->ctx, share), SMALLEST_SUM, INFINITY));
+
+    struct ggml_tensor *rows = ggml_reshape_3d(b->ctx, x, x->ne[0], 1, n);
+    struct ggml_tensor *up = ggml_mul_mat_id(b->ctx, w->up_experts, rows, chosen); /* [F, used, N] */
+    struct ggml_tensor *gated = gate(b, ggml_mul_mat_id(b->ctx, w->gate_experts, rows, chosen), up);
+    struct ggml_tensor *each =
+        ggml_mul_mat_id(b->ctx, w->down_experts, limit(b, w->down_experts, gated), chosen); /* [E, used, N] */
+    each = ggml_mul(b->ctx, each, ggml_reshape_3d(b->ctx, share, 1, n_used, n));
+    struct ggml_tensor *sum = NULL;
+    for (int64_t i = 0; i < n_used; i++) {
+        struct ggml_tensor *one = ggml_view_2d(b->ctx, each, each->ne[0], n, each->nb[2], (size_t)i * each->nb[1]);
+        sum = sum ? ggml_add(b->ctx, sum, one) : ggml_cont(b->ctx, one);
+    }
+    return sum;
+}
+
 /* Gated feed-forward: down(act(gate x) * up x). */
 static struct ggml_tensor *feed_forward(builder *b, struct ggml_tensor *x, int32_t layer) {
     const dt_layer_weights *w = &b->decoder->layers[layer];
-    struct ggml_tensor *up = linear(b, &w->ffn_up, w->ffn_up_bias, x);
-    struct ggml_tensor *gate = linear(b, &w->ffn_gate, w->ffn_gate_bias, x);
-    struct ggml_tensor *gated =
-        b->hp->arch->activation == DT_ACTIVATION_GELU ? ggml_geglu_split(b->ctx, gate, up) : ggml_swiglu_split(b->ctx, gate, up);
-    return linear(b, &w->ffn_down, w->ffn_down_bias, gated);
+    if (w->router.tensor) {
+        return mixture(b, x, layer);
+    }
+    struct ggml_tensor *up = linear(b, &w->ffn_up, w->ffn_up_bias, x), *gated;
+    if (w->ffn_gate.tensor) {
+        gated = gate(b, linear(b, &w->ffn_gate, w->ffn_gate_bias, x), up);
+    } else {
+        const int64_t width = up->ne[0] / 2;
+        gated = gate(b, part(b, up, 0, width), part(b, up, width, width));
+    }
+    return linear(b, &w->ffn_down, w->ffn_down_bias, limit(b, w->ffn_down.tensor, gated));
 }
 
 static struct ggml_tensor *softcap(builder *b, struct ggml_tensor *x, float cap) {
@@ -182,10 +316,12 @@ static void build(builder *b) {
             y = ggml_get_rows(b->ctx, y, plan->output_rows);
             x = ggml_get_rows(b->ctx, x, plan->output_rows);
         }
-        x = ggml_add(b->ctx, linear(b, &w->wo, w->bo, y), x);
-        x = ggml_add(b->ctx, feed_forward(b, norm(b, x, w->ffn_norm), i), x);
+        y = linear(b, &w->wo, w->bo, y);
+        x = ggml_add(b->ctx, w->attn_post_norm ? norm(b, y, w->attn_post_norm) : y, x);
+        y = feed_forward(b, norm(b, x, w->ffn_norm), i);
+        x = ggml_add(b->ctx, w->ffn_post_norm ? norm(b, y, w->ffn_post_norm) : y, x);
     }
-    struct ggml_tensor *logits = linear(b, &b->decoder->output, NULL, norm(b, x, b->decoder->output_norm));
+    struct ggml_tensor *logits = linear(b, &b->decoder->output, b->decoder->output_bias, norm(b, x, b->decoder->output_norm));
     if (hp->logit_softcap > 0.0f) {
         logits = softcap(b, logits, hp->logit_softcap);
     }
@@ -199,7 +335,8 @@ static void build(builder *b) {
 dt_status dt_plan_build(dt_plan *plan, const dt_decoder *decoder, dt_layer_op *ops, int32_t n_tokens, int32_t n_outputs,
                         bool observe, dt_error *error) {
     const size_t n_layers = (size_t)decoder->hp.n_layers;
-    const size_t max_nodes = n_layers * NODES_PER_LAYER + NODES_PER_MODEL;
+    const size_t layer_nodes = NODES_PER_LAYER + NODES_PER_EXPERT_USED * (size_t)decoder->hp.n_experts_used;
+    const size_t max_nodes = n_layers * layer_nodes + NODES_PER_MODEL;
     plan->n_tokens = 0;
     ggml_free(plan->ctx);
     plan->ctx = NULL;

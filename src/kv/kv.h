@@ -23,6 +23,7 @@ typedef struct dt_kv_layer_params {
     int32_t n_lanes;
     dt_kv_format format;
     dt_budget budget;
+    int32_t window; /* 0 = none; else a query at position p sees only positions > p - window */
 } dt_kv_layer_params;
 
 /* layers[n_layers] is copied. memory must outlive the cache. */
@@ -79,15 +80,27 @@ size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
 /* ---- rounds (round.c) ---- */
 
 typedef struct dt_round_result {
+    bool has_dropped;       /* something went, evicted or passed by a window: what is before next_position is no longer whole */
     int32_t n_rounds;       /* layers in which something was evicted */
     int64_t n_evicted;      /* tokens, summed over layers, mean over a layer's lanes, rounded */
     int32_t newest_evicted; /* highest position that was evicted in any lane; -1 = none */
 } dt_round_result;
 
 /* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes
- * down by the same share, each lane keeping what scores above a threshold common to all. Nothing may be uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
- */
+ * down by the same share, each lane keeping what scores above a threshold common to all. What a layer's window has passed goes before
+ * any policy is asked, and is not counted. Nothing may be uncommitted. On failure (memory) lanes not yet treated stay over budget,
+ * the cache is consistent and *result tells what went. */
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
+
+/* ---- sliding windows (window.c) ---- */
+
+/* Blocks of tokens that a conversation can be taken back by, in layers with a window, without being computed again. */
+#define DT_KV_REWIND_BLOCKS 4
+
+/* Drops what the layers' windows have passed, once it is worth it; to be called after every commit. *whole_from is raised to the
+ * lowest position that dt_kv_truncate may then still go to. On failure (memory) lanes not yet treated keep more. */
+dt_status dt_kv_slide(dt_kv *kv, int32_t next_position, int32_t *whole_from, dt_error *error);
+
 /* True when the layer's policy needs attention mass, and entries have room for it. */
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);
 bool dt_kv_layer_needs_peak(const dt_kv *kv, int32_t layer);

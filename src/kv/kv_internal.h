@@ -1,5 +1,5 @@
 /*
- * What kv.c, round.c and kv_check.c share: how a cache lies in memory. Nobody outside this folder includes it.
+ * What kv.c, round.c, window.c and kv_check.c share: how a cache lies in memory. Nobody outside this folder includes it.
  *
  * Invariants: every lane has one allocation for all its arrays (spans, then the float rows), resized as a whole, so that growing
  * either succeeds or changes nothing; capacities are a pure function of the number of blocks (dt_kv_capacity_blocks), so that
@@ -61,5 +61,8 @@ int32_t dt_kv_capacity_blocks(int32_t n);
 size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias);
 /* At least `bytes` of scratch, valid until the next call; NULL on failure. */
 void *dt_kv_scratch(dt_kv *kv, size_t bytes);
+
+/* Drops the committed entries of a lane at positions below first_kept (window.c). */
+dt_status dt_kv_drop_passed(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_kept, int32_t *n_dropped, dt_error *error);
 
 #endif

@@ -73,7 +73,6 @@ static void keep_own(dt_kv *kv, bool exact) {
         }
     }
 }
-
 /* What a lane of a shared budget would keep at a threshold. */
 typedef struct shared_lane {
     const float *scores; /* [n_free], of the entries that are not pinned */
@@ -179,14 +178,31 @@ static double shared_length(const dt_kv *kv) {
 
 /* ---- the round ---- */
 
+/* In layers that are due, what their window has passed goes first, so that a budget is spent on what can still be seen. */
+static dt_status drop_passed(dt_kv *kv, int32_t next_position, dt_round_result *result, dt_error *error) {
+    dt_status status = DT_OK;
+    for (int32_t i = 0; i < kv->n_layers && status == DT_OK; i++) {
+        const dt_kv_layer_params *params = &kv->layers[i].params;
+        for (int32_t j = 0; params->window > 0 && dt_kv_exceeds(kv, i, 0) && j < params->n_lanes && status == DT_OK; j++) {
+            int32_t n = 0;
+            status = dt_kv_drop_passed(kv, i, j, DT_MAX(next_position - params->window + 1, 0), &n, error);
+            result->has_dropped = result->has_dropped || n > 0;
+        }
+    }
+    return status;
+}
+
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error) {
     *result = (dt_round_result){.newest_evicted = -1};
     if (kv->n_uncommitted > 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%d tokens are not committed yet: commit them before an eviction round",
                        kv->n_uncommitted);
     }
-    dt_status status = DT_OK;
+    dt_status status = drop_passed(kv, next_position, result, error);
     const double total = kv->total_cache_size;
+    if (status != DT_OK) {
+        return status;
+    }
     if (total > 0 && shared_length(kv) > total) {
         status = keep_shared(kv, next_position, exact ? total : floor(total - total / 16), error);
     } else {
@@ -202,6 +218,7 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
                 status = lane_round(kv, i, j, next_position, kv->keep[index], &n, result, error);
             }
             evicted += n;
+            result->has_dropped = result->has_dropped || n > 0;
         }
         result->n_rounds += evicted > 0;
         mean_evicted += (double)evicted / n_lanes;

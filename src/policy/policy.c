@@ -40,6 +40,9 @@ bool dt_pinned(const dt_lane_view *view, int32_t entry) {
 
 /* ---- attention mass ---- */
 
+/* A model that overflowed gives masses that are no numbers; the means stay finite all the same. */
+static inline float amount(float mass) { return mass > 0 ? mass : 0; }
+
 /*
  * Running means per query, not sums: recent' = recent * d + (mass per query) * (1 - d), d = decay ^ queries. So folding ten queries
  * at once or one by one comes to the same, values stay below the number of query heads however long the session gets, and an
@@ -57,20 +60,20 @@ void dt_mass_fold(float *restrict recent, float *restrict total, const float *re
     int32_t i = 0;
     for (; i + 8 <= n; i += 8) {
         for (int32_t j = 0; j < 8; j++) {
-            sums[j] += mass[i + j];
+            sums[j] += amount(mass[i + j]);
         }
     }
     float sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
     for (; i < n; i++) {
-        sum += mass[i];
+        sum += amount(mass[i]);
     }
     const float average = sum / (float)n_queries / (float)n, queries = (float)n_queries * weight;
     const float keep_recent = expf(-queries / DT_OBSERVE_WINDOW), keep_total = exp2f(-queries / DT_TOTAL_HALF_LIFE);
     const float add_recent = (1 - keep_recent) / (float)n_queries, add_total = (1 - keep_total) / (float)n_queries;
     for (i = 0; i < n; i++) {
         const bool is_new = recent[i] == 0 && total[i] == 0;
-        recent[i] = (is_new ? average : recent[i]) * keep_recent + mass[i] * add_recent;
-        total[i] = (is_new ? average : total[i]) * keep_total + mass[i] * add_total;
+        recent[i] = (is_new ? average : recent[i]) * keep_recent + amount(mass[i]) * add_recent;
+        total[i] = (is_new ? average : total[i]) * keep_total + amount(mass[i]) * add_total;
     }
 }
 

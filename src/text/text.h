@@ -23,7 +23,8 @@ void dt_vocab_free(dt_vocab *vocab);
 int32_t dt_vocab_size(const dt_vocab *vocab);
 bool dt_vocab_has_chat_template(const dt_vocab *vocab);
 
-/* At most one start token at the front where the model wants one, also when the text begins with one or more itself.
+/* At most one start token at the front where the model wants one, also when the text begins with one or more itself; of GLM models
+ * their two marks (glm.h). There a text without add_special is taken for the continuation of another.
  * Bytes that are no UTF-8 become U+FFFD or byte tokens, as the vocabulary has it; NUL is a byte like any other. */
 dt_status dt_vocab_tokenize(const dt_vocab *vocab, const char *text, size_t n_bytes, bool add_special, bool parse_special,
                             int32_t **out_tokens, size_t *out_n, dt_error *error);

@@ -10,6 +10,8 @@
  */
 #include "text/text_shim.h"
 
+#include "text/glm.h"
+
 #include "ggml.h"
 #include "llama.h"
 
@@ -241,6 +243,7 @@ struct dt_vocab {
     int32_t n_tokens;
     int32_t start; /* -1 = none is put in front */
     bool has_template;
+    dt_glm glm;
 };
 
 struct dt_text_chain {
@@ -317,7 +320,13 @@ dt_status dt_vocab_open(const char *path, dt_vocab **out, dt_error *error) {
         made->vocab = vocab;
         made->n_tokens = llama_vocab_n_tokens(vocab);
         made->start = llama_vocab_get_add_bos(vocab) ? llama_vocab_bos(vocab) : -1;
-        made->has_template = llama_model_chat_template(model, nullptr) != nullptr;
+        char architecture[64] = "";
+        llama_model_meta_val_str(model, "general.architecture", architecture, sizeof architecture);
+        dt_glm_find(vocab, architecture, &made->glm);
+        made->has_template = llama_model_chat_template(model, nullptr) != nullptr || made->glm.form != DT_GLM_NONE;
+        if (made->glm.form != DT_GLM_NONE) {
+            made->start = made->glm.prefix[0];
+        }
         *out = made;
         return DT_OK;
     };
@@ -335,25 +344,92 @@ int32_t dt_vocab_size(const dt_vocab *vocab) { return vocab->n_tokens; }
 
 bool dt_vocab_has_chat_template(const dt_vocab *vocab) { return vocab->has_template; }
 
+/* Appends the tokens of one piece of text. */
+static dt_status append_tokens(const dt_vocab *vocab, const char *text, size_t n_bytes, bool add_special, bool parse_special,
+                               std::vector<llama_token> *out, dt_error *error) {
+    const size_t before = out->size();
+    out->resize(before + n_bytes / 2 + 8);
+    int32_t n = llama_tokenize(vocab->vocab, text, int32_t(n_bytes), out->data() + before, int32_t(out->size() - before),
+                               add_special, parse_special);
+    if (n == INT32_MIN) {
+        return dt_fail(error, DT_ERR_LIMIT, "a text of %zu bytes has too many tokens; split it", n_bytes);
+    }
+    if (n < 0) {
+        out->resize(before + size_t(-n));
+        n = llama_tokenize(vocab->vocab, text, int32_t(n_bytes), out->data() + before, -n, add_special, parse_special);
+    }
+    if (n < 0) {
+        return dt_fail(error, DT_ERR_TOKENIZER, "the text can't be tokenized");
+    }
+    out->resize(before + size_t(n));
+    return DT_OK;
+}
+
+/* Text between marks of ChatGLM2 or 3. Where it goes on from earlier text it must not begin with the space that SentencePiece puts
+ * before a text: it is tokenized behind a newline, which merges with nothing, and the newline's tokens are taken away. */
+static dt_status append_glm_text(const dt_vocab *vocab, const char *text, size_t n_bytes, bool goes_on,
+                                 std::vector<llama_token> *out, dt_error *error) {
+    std::vector<llama_token> newline;
+    if (n_bytes == 0) {
+        return DT_OK;
+    }
+    if (!goes_on) {
+        return append_tokens(vocab, text, n_bytes, false, false, out, error);
+    }
+    const size_t before = out->size();
+    dt_status status = append_tokens(vocab, "\n", 1, false, false, &newline, error);
+    if (status == DT_OK) {
+        status = append_tokens(vocab, ("\n" + std::string(text, n_bytes)).c_str(), n_bytes + 1, false, false, out, error);
+    }
+    if (status == DT_OK) {
+        out->erase(out->begin() + ptrdiff_t(before), out->begin() + ptrdiff_t(std::min(before + newline.size(), out->size())));
+    }
+    return status;
+}
+
+static dt_status tokenize_glm(const dt_vocab *vocab, const char *text, size_t n_bytes, bool add_special, bool parse_special,
+                              std::vector<llama_token> *out, dt_error *error) {
+    const dt_glm &glm = vocab->glm;
+    const size_t n_prefix = std::strlen(glm.prefix_text);
+    if (add_special) {
+        out->assign(glm.prefix, glm.prefix + 2);
+        while (parse_special && n_bytes >= n_prefix && std::memcmp(text, glm.prefix_text, n_prefix) == 0) {
+            text += n_prefix; /* the text had its own: keep one */
+            n_bytes -= n_prefix;
+        }
+    }
+    if (glm.n_marks == 0) {
+        return append_tokens(vocab, text, n_bytes, false, parse_special, out, error);
+    }
+    dt_status status = DT_OK;
+    bool goes_on = !add_special;
+    size_t begin = 0;
+    for (size_t i = 0; status == DT_OK && i < n_bytes;) {
+        const dt_glm_mark *mark = parse_special ? dt_glm_mark_at(&glm, text + i, n_bytes - i) : nullptr;
+        if (mark == nullptr) {
+            i++;
+            continue;
+        }
+        status = append_glm_text(vocab, text + begin, i - begin, goes_on, out, error);
+        out->push_back(mark->token);
+        goes_on = false;
+        i += std::strlen(mark->text);
+        begin = i;
+    }
+    return status == DT_OK ? append_glm_text(vocab, text + begin, n_bytes - begin, goes_on, out, error) : status;
+}
+
 static dt_status tokenize(const dt_vocab *vocab, const char *text, size_t n_bytes, bool add_special, bool parse_special,
                           int32_t **out_tokens, size_t *out_n, dt_error *error) noexcept {
     return guarded(error, DT_ERR_TOKENIZER, "the text can't be tokenized", [&]() -> dt_status {
-        std::vector<llama_token> tokens(n_bytes / 2 + 8);
-        int32_t n =
-            llama_tokenize(vocab->vocab, text, int32_t(n_bytes), tokens.data(), int32_t(tokens.size()), add_special, parse_special);
-        if (n == INT32_MIN) {
-            return dt_fail(error, DT_ERR_LIMIT, "a text of %zu bytes has too many tokens; split it", n_bytes);
+        std::vector<llama_token> tokens;
+        const bool is_glm = vocab->glm.form != DT_GLM_NONE;
+        const dt_status status = is_glm ? tokenize_glm(vocab, text, n_bytes, add_special, parse_special, &tokens, error)
+                                        : append_tokens(vocab, text, n_bytes, add_special, parse_special, &tokens, error);
+        if (status != DT_OK) {
+            return status;
         }
-        if (n < 0) {
-            tokens.resize(size_t(-n));
-            n = llama_tokenize(vocab->vocab, text, int32_t(n_bytes), tokens.data(), int32_t(tokens.size()), add_special,
-                               parse_special);
-        }
-        if (n < 0) {
-            return dt_fail(error, DT_ERR_TOKENIZER, "the text can't be tokenized");
-        }
-        tokens.resize(size_t(n));
-        if (add_special && vocab->start >= 0) { /* the text had its own: keep one */
+        if (!is_glm && add_special && vocab->start >= 0) { /* the text had its own: keep one */
             while (tokens.size() >= 2 && tokens[0] == vocab->start && tokens[1] == vocab->start) {
                 tokens.erase(tokens.begin());
             }
@@ -408,7 +484,7 @@ size_t dt_vocab_token_bytes(const dt_vocab *vocab, int32_t token, bool special, 
 }
 
 bool dt_vocab_is_end(const dt_vocab *vocab, int32_t token) {
-    return token >= 0 && token < vocab->n_tokens && llama_vocab_is_eog(vocab->vocab, token);
+    return token >= 0 && token < vocab->n_tokens && (llama_vocab_is_eog(vocab->vocab, token) || dt_glm_is_end(&vocab->glm, token));
 }
 
 int32_t dt_vocab_start(const dt_vocab *vocab) { return vocab->start; }
@@ -480,11 +556,17 @@ static dt_status chat_render(const dt_vocab *vocab, const char *template_name, c
     const char *source = template_name;
     if (source == nullptr) {
         source = llama_model_chat_template(vocab->model, nullptr);
+        if (source == nullptr && vocab->glm.form != DT_GLM_NONE) {
+            return dt_glm_render(vocab->glm.form, messages, n_messages, add_assistant, out, error);
+        }
         if (source == nullptr) {
             return dt_fail(error, DT_ERR_UNSUPPORTED, "the model has no chat template; name one, for example chatml");
         }
     } else if (std::strstr(source, "{{") == nullptr && std::strstr(source, "{%") == nullptr) {
-        std::string names;
+        if (std::strcmp(source, "chatglm2") == 0) {
+            return dt_glm_render(DT_GLM_ROUNDS, messages, n_messages, add_assistant, out, error);
+        }
+        std::string names = "chatglm2";
         if (!is_builtin_template(source, &names)) {
             return dt_fail(error, DT_ERR_ARGUMENT, "there is no chat template named %.60s; give Jinja source or one of %s", source,
                            names.c_str());

@@ -362,6 +362,15 @@ static bool read_u32(enum gguf_type type, const void *data, int64_t i, void *out
     return true;
 }
 
+/* Arrays of flags count as 0 and 1. */
+static bool read_u32_or_bool(enum gguf_type type, const void *data, int64_t i, void *out) {
+    if (type != GGUF_TYPE_BOOL) {
+        return read_u32(type, data, i, out);
+    }
+    *(uint32_t *)out = ((const int8_t *)data)[i] != 0;
+    return true;
+}
+
 static bool read_f32(enum gguf_type type, const void *data, int64_t i, void *out) {
     float *value = out;
     if (type == GGUF_TYPE_FLOAT32) {
@@ -429,7 +438,7 @@ dt_status dt_gguf_bool(const dt_gguf *gguf, const char *key, bool required, bool
 }
 
 dt_status dt_gguf_u32_array(const dt_gguf *gguf, const char *key, bool required, uint32_t *out, int32_t n, dt_error *error) {
-    return look_up(gguf, key, required, n, "whole numbers from 0 to 4294967295", read_u32, sizeof *out, out, error);
+    return look_up(gguf, key, required, n, "whole numbers from 0 to 4294967295", read_u32_or_bool, sizeof *out, out, error);
 }
 
 dt_status dt_gguf_f32_array(const dt_gguf *gguf, const char *key, bool required, float *out, int32_t n, dt_error *error) {

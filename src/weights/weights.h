@@ -26,7 +26,7 @@ dt_status dt_gguf_u32(const dt_gguf *gguf, const char *key, bool required, uint3
 dt_status dt_gguf_f32(const dt_gguf *gguf, const char *key, bool required, float *out, dt_error *error);
 dt_status dt_gguf_bool(const dt_gguf *gguf, const char *key, bool required, bool *out, dt_error *error);
 dt_status dt_gguf_string(const dt_gguf *gguf, const char *key, bool required, const char **out, dt_error *error);
-/* A scalar fills all n; an array must have at least n elements. */
+/* A scalar fills all n; an array must have at least n elements. Bools in an array are 0 and 1. */
 dt_status dt_gguf_u32_array(const dt_gguf *gguf, const char *key, bool required, uint32_t *out, int32_t n, dt_error *error);
 dt_status dt_gguf_f32_array(const dt_gguf *gguf, const char *key, bool required, float *out, int32_t n, dt_error *error);
 /* Number of elements of an array of any type, -1 when missing or not an array. */

@@ -1,14 +1,16 @@
 #include "support/fixture.h"
 
+#include "engine/engine.h"
 #include "support/cmocka_all.h"
 #include "support/compare.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#define MAX_TEMPORARY 64
+#define MAX_TEMPORARY 512
 static char temporary[MAX_TEMPORARY][256];
 static int n_temporary;
 
@@ -33,11 +35,6 @@ const char *write_tiny(const tiny_model_params *params) {
     const char *path = new_temporary(".gguf");
     assert_true(tiny_model_write(params, path));
     return path;
-}
-
-const char *real_model_path(void) {
-    const char *path = getenv("DT_TEST_MODEL");
-    return path && access(path, R_OK) == 0 ? path : NULL;
 }
 
 dt_model *open_model(const char *path, bool exact) {
@@ -105,6 +102,35 @@ void greedy(dt_session *session, int32_t n_vocab, int32_t *out, int32_t n) {
         assert_true(all_finite(logits, (size_t)n_vocab));
         out[i] = argmax(logits, (size_t)n_vocab);
         append_token(session, out[i]);
+    }
+}
+
+void hide_evicted(dt_session *full, const dt_session *evicted) {
+    const dt_model_info *info = dt_model_get_info(dt_session_model(full));
+    dt_error error = {0};
+    dt_kv *kv = dt_session_kv(full);
+    for (int32_t layer = 0; layer < info->n_layers; layer++) {
+        for (int32_t head = 0; head < info->n_kv_heads[layer]; head++) {
+            int32_t *kept;
+            size_t n_kept;
+            assert_int_equal(dt_session_kept_positions(evicted, layer, head, &kept, &n_kept, &error), DT_OK);
+            dt_kv_lane_view view;
+            dt_kv_lane(kv, layer, head, &view);
+            int32_t *positions = malloc((size_t)view.n_entries * sizeof *positions);
+            dt_kv_positions(kv, layer, head, positions);
+            const int32_t n_entries = view.n_entries;
+            for (int32_t e = 0; e < n_entries; e++) {
+                bool found = false;
+                for (size_t k = 0; k < n_kept; k++) {
+                    found = found || kept[k] == positions[e];
+                }
+                if (!found) {
+                    assert_int_equal(dt_kv_set_bias(kv, layer, head, e, -INFINITY, &error), DT_OK);
+                }
+            }
+            free(positions);
+            dt_free(kept);
+        }
     }
 }
 

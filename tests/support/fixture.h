@@ -10,9 +10,6 @@
 
 /* Writes the model to a new temporary file and returns its path; the file goes at exit. */
 const char *write_tiny(const tiny_model_params *params);
-/* Path of the real model from DT_TEST_MODEL, or NULL (the test skips). */
-const char *real_model_path(void);
-
 dt_model *open_model(const char *path, bool exact);
 dt_session *open_session(const dt_model *model, const dt_session_params *params);
 /* An eviction config from JSON text. */
@@ -22,6 +19,9 @@ dt_sync_result sync_tokens(dt_session *session, const int32_t *tokens, size_t n)
 void append_token(dt_session *session, int32_t token);
 /* Greedy continuation by n tokens, each computed; the structure is checked after every step. */
 void greedy(dt_session *session, int32_t n_vocab, int32_t *out, int32_t n);
+/* Hides every entry of a full cache whose position the same lane of `evicted` no longer has: what the scalar reference computes
+ * with it is what eviction is to give. */
+void hide_evicted(dt_session *full, const dt_session *evicted);
 /* A file's bytes, NUL-terminated; free() it. */
 char *read_whole_file(const char *path, size_t *out_n);
 

@@ -14,13 +14,14 @@
 #include <string.h>
 
 static int usage(const char *program) {
-    fprintf(stderr,
-            "usage: %s OUT.gguf [--layers N] [--embd N] [--heads N] [--kv-heads N] [--head-dim N] [--head-dim-v N] [--ff N]\n"
-            "       [--vocab N] [--ctx N] [--rope-base X] [--rope-factors] [--type f32|f16|bf16|q4_0|q4_1|q5_0|q8_0|q4_K|q6_K] "
-            "[--tied] [--biases]\n"
-            "       [--bpe | --no-tokenizer] [--parts N] [--seed N] [--name S]\n"
-            "The shape left unsaid is that of Llama 3.2 1B.\n",
-            program);
+    fprintf(
+        stderr,
+        "usage: %s OUT.gguf [--layers N] [--embd N] [--heads N] [--kv-heads N] [--head-dim N] [--head-dim-v N] [--ff N]\n"
+        "       [--vocab N] [--ctx N] [--rope-base X] [--rope-factors] [--type f32|f16|bf16|q4_0|q4_1|q5_0|q8_0|q4_K|q6_K]\n"
+        "       [--tied] [--biases] [--bpe | --no-tokenizer] [--parts N] [--seed N] [--name S]\n"
+        "       [--arch llama|smollm3|qwen|qwen2|qwen3|qwen3moe|chatglm|glm4|gemma3] [--window N] [--experts N --experts-used N]\n"
+        "The shape left unsaid is that of Llama 3.2 1B.\n",
+        program);
     return 2;
 }
 
@@ -59,14 +60,30 @@ static bool parse_switch(tiny_model_params *m, const char *name) {
     return true;
 }
 
+static bool parse_vocabulary(tiny_model_params *m, const char *name) {
+    static const char *const names[] = {
+        [TINY_VOCABULARY_SPM] = "spm",           [TINY_VOCABULARY_BPE] = "bpe",   [TINY_VOCABULARY_CHATGLM2] = "chatglm2",
+        [TINY_VOCABULARY_CHATGLM3] = "chatglm3", [TINY_VOCABULARY_GLM4] = "glm4", [TINY_VOCABULARY_QWEN] = "qwen",
+        [TINY_VOCABULARY_LLAMA3] = "llama3"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        if (names[i] && strcmp(names[i], name) == 0) {
+            m->vocabulary = (tiny_vocabulary)i;
+            return true;
+        }
+    }
+    return false;
+}
+
 static bool parse_value(tiny_model_params *m, const char *name, const char *value) {
     const struct {
         const char *name;
         int32_t *out;
     } numbers[] = {
-        {"--layers", &m->n_layers},   {"--embd", &m->n_embd},           {"--heads", &m->n_heads}, {"--kv-heads", &m->n_kv_heads},
-        {"--head-dim", &m->head_dim}, {"--head-dim-v", &m->head_dim_v}, {"--ff", &m->n_ff},       {"--vocab", &m->n_vocab},
-        {"--ctx", &m->n_ctx},         {"--parts", &m->n_parts},
+        {"--layers", &m->n_layers},     {"--embd", &m->n_embd},       {"--heads", &m->n_heads},
+        {"--kv-heads", &m->n_kv_heads}, {"--head-dim", &m->head_dim}, {"--head-dim-v", &m->head_dim_v},
+        {"--ff", &m->n_ff},             {"--vocab", &m->n_vocab},     {"--ctx", &m->n_ctx},
+        {"--parts", &m->n_parts},       {"--window", &m->window},     {"--experts", &m->n_experts},
+        {"--experts-used", &m->n_experts_used},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         if (strcmp(name, numbers[i].name) == 0) {
@@ -81,6 +98,17 @@ static bool parse_value(tiny_model_params *m, const char *name, const char *valu
     }
     if (strcmp(name, "--seed") == 0) {
         m->seed = strtoull(value, NULL, 10);
+        return true;
+    }
+    if (strcmp(name, "--vocabulary") == 0) {
+        return parse_vocabulary(m, value);
+    }
+    if (strcmp(name, "--favourite") == 0) {
+        m->favourite = 1 + atoi(value);
+        return true;
+    }
+    if (strcmp(name, "--arch") == 0) {
+        m->arch = value;
         return true;
     }
     if (strcmp(name, "--name") == 0) {

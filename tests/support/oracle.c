@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define TINY_BYTES ((uint64_t)1 << 25)
+
 struct oracle {
     struct llama_model *model;
     struct llama_context *ctx;
@@ -28,7 +30,8 @@ oracle *oracle_open(const char *path, int32_t n_ctx, bool flash) {
         cp.n_ctx = (uint32_t)n_ctx;
         cp.n_batch = (uint32_t)n_ctx;
         cp.n_ubatch = 512;
-        cp.n_threads = cp.n_threads_batch = 2;
+        /* on a tiny model a second thread only waits */
+        cp.n_threads = cp.n_threads_batch = llama_model_size(o->model) < TINY_BYTES ? 1 : 2;
         cp.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
         o->ctx = llama_init_from_model(o->model, cp);
     }

@@ -1,5 +1,5 @@
 /*
- * Random models on demand: GGUF files of the llama architecture, of any shape and weight type, that both this program and
+ * Random models on demand: GGUF files of any supported family, shape and weight type, that both this program and
  * libllama load. Seeded; the same options give the same bytes on every machine (own integer generator).
  *
  * Weights are scaled so that attention is peaked and logits are spread: a wrong rotation, mask, head or position changes the
@@ -20,11 +20,18 @@ typedef enum tiny_rope_scaling { TINY_ROPE_DEFAULT, TINY_ROPE_NONE, TINY_ROPE_LI
 typedef enum tiny_vocabulary {
     TINY_VOCABULARY_SPM,
     TINY_VOCABULARY_BPE,
-    TINY_VOCABULARY_NONE,   /* of type "none": libllama loads the model, with n_vocab tokens without a text */
-    TINY_VOCABULARY_MISSING /* no key of a tokenizer; libllama refuses such a file */
+    TINY_VOCABULARY_NONE,    /* of type "none": libllama loads the model, with n_vocab tokens without a text */
+    TINY_VOCABULARY_MISSING, /* no key of a tokenizer; libllama refuses such a file */
+    /* as those families' files have them: marks, pre-tokenizer, start and end tokens */
+    TINY_VOCABULARY_CHATGLM2,
+    TINY_VOCABULARY_CHATGLM3,
+    TINY_VOCABULARY_GLM4,
+    TINY_VOCABULARY_QWEN,
+    TINY_VOCABULARY_LLAMA3
 } tiny_vocabulary;
 
 typedef struct tiny_model_params {
+    const char *arch; /* "llama"; tensors and keys are those that llama.cpp's converter writes for the family */
     const char *name;
     uint64_t seed;
     int32_t n_layers, n_embd, n_heads, n_kv_heads, head_dim, n_ff, n_vocab, n_ctx;
@@ -33,13 +40,18 @@ typedef struct tiny_model_params {
     float rope_base;
     int32_t head_dim_v; /* of the values; 0: as head_dim */
     tiny_rope_scaling rope_scaling;
-    float rope_factor;             /* of linear and yarn */
-    int32_t rope_original_context; /* 0: the key is absent */
-    bool rope_freqs;               /* rope_freqs.weight as Llama 3 has it */
-    enum ggml_type type;           /* of the matrices; K types need rows of a multiple of 256 */
-    enum ggml_type norm_type;      /* F32; F16 and BF16 are read too */
+    float rope_factor;                 /* of linear and yarn */
+    int32_t rope_original_context;     /* 0: the key is absent */
+    bool rope_freqs;                   /* rope_freqs.weight as Llama 3 has it */
+    int32_t window;                    /* attention.sliding_window; 0: the key is absent */
+    int32_t window_period;             /* attention.sliding_window_pattern as a number; 0: the key is absent */
+    int32_t n_experts, n_experts_used; /* of families that have them */
+    float loudness;           /* multiplies the input of every feed-forward part, what it gives grows with the square; 0 means 1 */
+    enum ggml_type type;      /* of the matrices; K types need rows of a multiple of 256 */
+    enum ggml_type norm_type; /* F32; F16 and BF16 are read too */
     tiny_vocabulary vocabulary;
     const char *chat_template; /* NULL: none */
+    int32_t favourite;         /* 1 + the token that is the likeliest whatever came before (by output.bias); 0: none */
     int32_t padding_rows;      /* embedding rows beyond the vocabulary; negative: rows are missing */
     int32_t n_parts;           /* 1; more: `path` ends in .gguf and becomes -00001-of-0000N.gguf */
     bool is_fast;              /* repeats random rows inside a matrix: for models of real size */
