@@ -9,15 +9,17 @@
 #include "chat.h"
 #include "options.h"
 
+#include <errno.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 
 typedef struct main_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
-    const char *prompt, *file, *system_prompt, *chat_template;
+    const char *prompt, *file, *system_prompt, *chat_template, *session;
     int64_t n_predict;
     bool conversation, display_prompt, escape;
 } main_options;
@@ -38,6 +40,8 @@ static const dt_option text_rows[] = {
     {"-no-cnv, --no-cnv, --no-conversation", NULL, DT_OPTION_OFF, AT(conversation), 0, 0, "go on from the text, no chat"},
     {"-sys, --system-prompt", "S", DT_OPTION_TEXT, AT(system_prompt), 0, 0, "instruction at the front of a chat"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
+    {"--session", "F", DT_OPTION_TEXT, AT(session), 0, 0,
+     "go on from the state in F where it is there, and save it there at the end"},
     {"--display-prompt", NULL, DT_OPTION_ON, AT(display_prompt), 0, 0, "print the prompt too (off)"},
     {"--no-display-prompt", NULL, DT_OPTION_OFF, AT(display_prompt), 0, 0, "print the generated text only"},
 };
@@ -63,7 +67,11 @@ static double milliseconds_now(void) {
 
 static bool check(const main_options *o, char *message, size_t capacity) {
     const char *wrong = NULL;
-    if (o->prompt != NULL && o->file != NULL) {
+    if (o->session != NULL && o->session[0] == 0) {
+        wrong = "--session needs the name of a file";
+    } else if (o->session != NULL && o->shared.stats_json != NULL && strcmp(o->session, o->shared.stats_json) == 0) {
+        wrong = "--session and --stats-json name the same file";
+    } else if (o->prompt != NULL && o->file != NULL) {
         wrong = "give the prompt with -p or with -f, not both";
     } else if (o->prompt == NULL && o->file == NULL && !o->conversation) {
         wrong = "there is nothing to go on from; give a prompt with -p or -f, or chat with -cnv";
@@ -171,6 +179,42 @@ static dt_status describe_eviction(const main_options *o, const dt_model *model,
     return DT_OK;
 }
 
+/* ---- the session file --------------------------------------------------------------------------- */
+
+/* Loads it where it is there. */
+static dt_status load_session(const main_options *o, dt_run *run, dt_error *error) {
+    struct stat info;
+    if (o->session == NULL || (stat(o->session, &info) != 0 && errno == ENOENT)) {
+        return DT_OK;
+    }
+    const double begun = milliseconds_now();
+    const dt_status status = dt_session_load(run->session, NULL, o->session, error);
+    if (status == DT_OK) {
+        size_t n = 0;
+        dt_session_tokens(run->session, &n);
+        dt_report(DT_LOG_INFO, "session: %s: %zu tokens loaded in %.1f ms", o->session, n, milliseconds_now() - begun);
+    }
+    return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
+}
+
+/* What was computed, also when the run was interrupted or failed. chat may be NULL. */
+static dt_status save_session(const main_options *o, const dt_run *run, const dt_chat *chat, dt_error *error) {
+    size_t n = 0;
+    dt_session_tokens(run->session, &n);
+    if (o->session == NULL || n == 0) {
+        return DT_OK;
+    }
+    const double begun = milliseconds_now();
+    dt_status status = chat != NULL ? dt_chat_note(chat, error) : dt_session_set_note(run->session, NULL, 0, error);
+    if (status == DT_OK) {
+        status = dt_session_save(run->session, run->sampler, o->session, error);
+    }
+    if (status == DT_OK) {
+        dt_report(DT_LOG_INFO, "session: %s: %zu tokens saved in %.1f ms", o->session, n, milliseconds_now() - begun);
+    }
+    return status;
+}
+
 static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
     int32_t *tokens = NULL;
     size_t n = 0;
@@ -185,7 +229,14 @@ static dt_status complete(const main_options *o, dt_run *run, const texts *t, in
         if (o->display_prompt) {
             dt_output_write(&run->output, t->prompt, t->n_prompt);
         }
-        status = dt_run_reply(run, tokens, n, error);
+        if (o->session != NULL) { /* that it will not fit on the disk is told before the work, not after it */
+            const int64_t n_total = (int64_t)n + (o->n_predict > 0 ? o->n_predict : 0);
+            status = dt_session_check_save(run->session, o->session, n_total, error);
+            *out_exit = status != DT_OK ? fail(status, error, true) : 0;
+        }
+        if (status == DT_OK) {
+            status = dt_run_reply(run, tokens, n, error);
+        }
     }
     dt_free(tokens);
     return status;
@@ -210,10 +261,17 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
     dt_error error = {0}, error_of_numbers = {0};
     dt_chat *chat = NULL;
     dt_status status = dt_run_begin(run, &error), status_of_numbers = DT_OK;
+    if (status == DT_OK) {
+        status = load_session(o, run, &error);
+    }
     if (status == DT_OK && o->conversation) {
         status = dt_chat_new(run, o->chat_template, t->system_prompt, &chat, &error);
     }
+    if (status == DT_OK && chat != NULL) {
+        status = dt_chat_resume(chat, t->system_prompt, &error);
+    }
     if (status != DT_OK) {
+        dt_chat_free(chat);
         return fail(status, &error, true);
     }
     if (run->sampling.temp > 0) {
@@ -222,16 +280,22 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
     int exit_code = 0;
     status =
         chat != NULL ? dt_chat_loop(chat, t->n_prompt > 0 ? t->prompt : NULL, &error) : complete(o, run, t, &exit_code, &error);
-    dt_chat_free(chat);
     if (exit_code != 0) {
+        dt_chat_free(chat);
         return exit_code;
     }
+    dt_error error_of_saving = {0};
+    const dt_status status_of_saving = save_session(o, run, chat, &error_of_saving);
+    dt_chat_free(chat);
     if (status == DT_OK || run->n_generated > 0) { /* a run that fails late has numbers too */
         status_of_numbers = tell_numbers(o, run, stats, load_ms, &error_of_numbers);
     }
+    if (status_of_saving != DT_OK) { /* told even where something else failed before: it loses the conversation */
+        exit_code = fail(status_of_saving, &error_of_saving, false);
+    }
     return status != DT_OK              ? fail(status, &error, false)
            : status_of_numbers != DT_OK ? fail(status_of_numbers, &error_of_numbers, false)
-                                        : 0;
+                                        : exit_code;
 }
 
 static int with_model(const main_options *o, const texts *t, dt_model *model, dt_stats_file *stats, double begun) {
@@ -270,8 +334,11 @@ static int run_all(const main_options *o) {
     dt_model *model = NULL;
     dt_status status = texts_read(o, &t, &error);
     if (status == DT_OK && o->shared.stats_json != NULL) {
-        const char *const inputs[] = {o->shared.model, o->file, o->shared.eviction_config, o->shared.grammar_file};
+        const char *const inputs[] = {o->shared.model, o->file, o->shared.eviction_config, o->shared.grammar_file, o->session};
         status = dt_stats_file_open(o->shared.stats_json, inputs, sizeof inputs / sizeof inputs[0], &stats, &error);
+    }
+    if (status == DT_OK && o->session != NULL) {
+        status = dt_session_check_save(NULL, o->session, 0, &error);
     }
     const double begun = milliseconds_now();
     int exit_code = 0;

@@ -11,15 +11,15 @@
 #include <string.h>
 #include <unistd.h>
 
-volatile sig_atomic_t dt_interrupted;
+volatile sig_atomic_t dt_interrupted, dt_terminated;
 
 static void on_interrupt(int signal_number) {
-    (void)signal_number;
     if (dt_interrupted) {
         dt_report_abandon_bar();
         _exit(130);
     }
     dt_interrupted = 1;
+    dt_terminated = signal_number == SIGTERM;
 }
 
 void dt_run_signals(void) {
@@ -33,6 +33,7 @@ void dt_run_signals(void) {
     struct sigaction action = {.sa_handler = on_interrupt}; /* no SA_RESTART: it ends a wait for input too */
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
     action.sa_handler = SIG_IGN;
     sigaction(SIGPIPE, &action, NULL);
     sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */

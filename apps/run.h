@@ -12,8 +12,9 @@
 
 #include <signal.h>
 
-/* Set by the first Ctrl-C; the second one wipes the bar and ends the process with 130. */
+/* Set by the first Ctrl-C or SIGTERM; the second one wipes the bar and ends the process with 130. */
 extern volatile sig_atomic_t dt_interrupted;
+extern volatile sig_atomic_t dt_terminated; /* it was SIGTERM: a chat ends too */
 /* Ctrl-C as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
 void dt_run_signals(void);
 

@@ -255,6 +255,23 @@ dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, in
 /* Checks the whole structure of the cache (tests call it after every step). */
 dt_status dt_session_check(const dt_session *session, dt_error *error);
 
+/* ---- sessions on disk (docs/session-format.md) ---- */
+
+/* Writes the session to `path`: beside it first, then in place of it, so that a killed save loses nothing. sampler (may be NULL):
+ * where it is in its random numbers is kept too. */
+dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, const char *path, dt_error *error);
+/* Makes the session what it was when saved; it goes on exactly as the saved one would have. Its own settings (budgets, threads)
+ * hold. sampler (may be NULL): goes to where the saved one was, and knows the session's tokens; a file saved without one leaves it
+ * alone. Refused, with the session and the file as they were: files of another model, cache type or version, or longer than the
+ * context (DT_ERR_ARGUMENT), cut short or altered ones (DT_ERR_FORMAT), missing ones (DT_ERR_IO). */
+dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error);
+/* Whether a session of n_tokens could be saved at `path`, as far as can be known before; leaves nothing behind. session NULL: looks
+ * at the place only. */
+dt_status dt_session_check_save(const dt_session *session, const char *path, int64_t n_tokens, dt_error *error);
+/* Bytes of the application's own that are saved and loaded with the session, such as a chat's messages; copied. */
+dt_status dt_session_set_note(dt_session *session, const void *bytes, size_t n, dt_error *error);
+const void *dt_session_note(const dt_session *session, size_t *out_n);
+
 /* Called for every token that belongs to the output; end tokens are not reported. Returning false stops generation after this
  * token. */
 typedef bool (*dt_token_fn)(int32_t token, void *user);

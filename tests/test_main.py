@@ -73,7 +73,7 @@ def test_help_and_version():
     assert result.returncode == 0 and result.stderr == b""
     for flag in ("--cache-eviction", "--eviction-config", "--stats-json", "--ctx-size", "--context-length", "one final newline"):
         assert flag in " ".join(text.split())
-    for later in ("--draft", "--session", "--kv-memory", "--memory-slots", "--device"):
+    for later in ("--draft", "--kv-memory", "--memory-slots", "--device"):
         assert later not in text
     for line in text.splitlines():
         assert len(line) <= 80 and line == line.rstrip(), line
@@ -95,7 +95,7 @@ def test_help_and_version():
     (["--prefill", "streaming"], "need --cache-eviction"),
     (["--stats-json", "-"], "needs a file"),
     (["--draft-max", "4"], "there is no flag --draft-max"),
-    (["--session", "s.bin"], "there is no flag --session"),
+    (["--session", ""], "--session needs the name"),
     (["--kv-memory", "2G"], "there is no flag --kv-memory"),
     (["--device", "cuda"], "there is no flag --device"),
     (["-n"], "-n needs a value"),

@@ -12,6 +12,7 @@ struct dt_model {
     dt_decoder *decoder;
     dt_vocab *vocab; /* NULL: the file has no tokenizer */
     dt_model_info info;
+    uint64_t fingerprint; /* dt_gguf_fingerprint */
 };
 
 /* The model a session runs on. */

@@ -70,6 +70,9 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
     if (status == DT_OK) {
         status = fill_info(model, error);
     }
+    if (status == DT_OK) {
+        status = dt_gguf_fingerprint(model->gguf, &model->fingerprint, error);
+    }
     if (status != DT_OK) {
         dt_model_close(model);
         return status;

@@ -6,8 +6,8 @@
  * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back.
  * A session and its forks count their cache's memory together, since they share blocks.
  */
-#include "engine/engine.h"
 #include "engine/eviction_config.h"
+#include "engine/session.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -17,34 +17,6 @@
 /* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
 #define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
 #define PROGRESS_INTERVAL_US 100000
-
-typedef struct shared_memory {
-    dt_memory memory;
-    atomic_int references;
-} shared_memory;
-
-struct dt_session {
-    const dt_model *model;
-    dt_session_params params; /* with defaults filled in */
-    const dt_attn_kernel *kernel;
-    shared_memory *kv_memory;
-    dt_memory work_memory;
-    dt_kv *kv;
-    dt_graph *graph;
-    int32_t *tokens; /* [token_capacity], grows */
-    int32_t n_tokens, token_capacity;
-    int32_t max_tokens;  /* longest conversation */
-    int32_t whole_from;  /* a rewind to at least this position is possible */
-    bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
-    const float *logits; /* after the last token; NULL when not computed */
-    float *own_logits;   /* those that a fork began with */
-    bool *observe_layer; /* [L] */
-    dt_session_stats stats;
-    /* the sync in progress */
-    dt_progress_fn progress;
-    void *progress_user;
-    int64_t progress_done, progress_total, progress_last_us;
-};
 
 /* ---- life ---- */
 
@@ -136,7 +108,7 @@ static dt_status fork_cache(dt_session *s, const dt_session *from, dt_error *err
     return status;
 }
 
-static dt_status share_memory(dt_session *s, shared_memory *with, dt_error *error) {
+static dt_status share_memory(dt_session *s, dt_shared_memory *with, dt_error *error) {
     if (with) {
         atomic_fetch_add(&with->references, 1);
         s->kv_memory = with;
@@ -193,6 +165,8 @@ dt_status dt_session_new(const dt_model *model, const dt_session_params *params,
     return session_new(model, params, NULL, out, error);
 }
 
+static size_t token_bytes(const dt_session *s) { return (size_t)s->token_capacity * sizeof *s->tokens; }
+
 void dt_session_free(dt_session *session) {
     if (!session) {
         return;
@@ -203,8 +177,9 @@ void dt_session_free(dt_session *session) {
         free(session->kv_memory);
     }
     free(session->observe_layer);
+    dt_memory_free(&session->work_memory, session->tokens, token_bytes(session));
     free(session->own_logits);
-    free(session->tokens);
+    free(session->note);
     free(session);
 }
 
@@ -236,13 +211,13 @@ static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
     }
 }
 
-static dt_status reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
+dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
     const int32_t n = s->n_tokens + n_more;
     if (n <= s->token_capacity) {
         return DT_OK;
     }
     const int32_t capacity = (int32_t)DT_MIN((int64_t)n + n / 2 + DEFAULT_BATCH, (int64_t)INT32_MAX);
-    int32_t *tokens = realloc(s->tokens, (size_t)capacity * sizeof *tokens);
+    int32_t *tokens = dt_memory_grow(&s->work_memory, s->tokens, token_bytes(s), (size_t)capacity * sizeof *tokens);
     if (!tokens) {
         return dt_fail_memory(error, (size_t)capacity * sizeof *tokens, "the tokens");
     }
@@ -255,7 +230,7 @@ static dt_status reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) 
  * before the next round. */
 static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_remaining, float weight,
                       dt_error *error) {
-    const dt_status reserved = reserve_tokens(s, n, error);
+    const dt_status reserved = dt_session_reserve_tokens(s, n, error);
     if (reserved != DT_OK) {
         return reserved;
     }
@@ -302,7 +277,7 @@ static dt_status evict(dt_session *s, dt_error *error) {
 /* ---- forks ---- */
 
 static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_error *error) {
-    const dt_status status = reserve_tokens(s, from->n_tokens, error);
+    const dt_status status = dt_session_reserve_tokens(s, from->n_tokens, error);
     if (status != DT_OK) {
         return status;
     }
@@ -361,13 +336,14 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
     if (position >= (size_t)s->whole_from) {
         const dt_status status = dt_kv_truncate(s->kv, (int32_t)position, error);
         if (status == DT_OK) {
+            dt_log(DT_LOG_INFO, "session: rewound to token %zu of %d, %zu tokens reused", position, s->n_tokens, position);
             s->n_tokens = (int32_t)position;
             result->how = DT_SYNC_REWOUND;
         }
         return status;
     }
     dt_log(DT_LOG_INFO,
-           "the conversation changed at token %zu, before the last eviction at token %d: computing it again from the start",
+           "session: rebuilt, 0 tokens reused: the conversation changed at token %zu, before the last eviction at token %d",
            position, s->whole_from);
     dt_kv_clear(s->kv);
     s->n_tokens = 0;
@@ -423,6 +399,7 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
         status = rewind_to(s, keep, result, error);
     } else if (keep < n) {
         result->how = DT_SYNC_EXTENDED;
+        dt_log(DT_LOG_DEBUG, "session: extended by %zu tokens, %zu reused", n - keep, keep);
     }
     if (status != DT_OK) {
         return status;
@@ -501,7 +478,7 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     dt_status status = DT_OK;
     while (status == DT_OK && s->n_tokens < n) {
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
-        status = reserve_tokens(s, chunk, error);
+        status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
             status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
         }

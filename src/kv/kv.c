@@ -317,18 +317,23 @@ void dt_kv_free(dt_kv *kv) {
     dt_memory_free(kv->memory, kv, sizeof *kv);
 }
 
-dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
+dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) {
+    *out = NULL;
     dt_kv_layer_params *params = dt_memory_alloc(kv->memory, (size_t)kv->n_layers * sizeof *params);
     if (params == NULL) {
-        *out = NULL;
-        return dt_fail_memory(error, (size_t)kv->n_layers * sizeof *params, "a fork of the KV cache");
+        return dt_fail_memory(error, (size_t)kv->n_layers * sizeof *params, "another KV cache");
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         params[i] = kv->layers[i].params;
     }
-    dt_kv *fork = NULL;
-    const dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, &fork, error);
+    const dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, out, error);
     dt_memory_free(kv->memory, params, (size_t)kv->n_layers * sizeof *params);
+    return status;
+}
+
+dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
+    dt_kv *fork = NULL;
+    const dt_status status = dt_kv_new_like(kv, &fork, error);
     *out = NULL;
     if (status != DT_OK) {
         return status;
@@ -464,6 +469,27 @@ dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *e
     kv->next_position = first_position + n;
     return DT_OK;
 }
+
+dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer_index, int32_t lane_index, int32_t n, bool has_bias, dt_error *error) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    if (lane->n_entries > 0 || n < 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d, KV head %d is not empty", layer_index, lane_index);
+    }
+    bool done = lane_reserve(kv, layer, lane, n);
+    if (done && n > 0) {
+        lane_extend(layer, lane, 0, n);
+        done = !has_bias || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
+    }
+    return done ? DT_OK : dt_fail_memory(error, block_bytes(layer), "the KV cache");
+}
+
+void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped) {
+    kv->next_position = next_position;
+    kv->newest_dropped = newest_dropped;
+}
+
+int32_t dt_kv_newest_dropped(const dt_kv *kv) { return kv->newest_dropped; }
 
 /* Takes the last n entries, uncommitted ones, back from every lane. */
 static void cut_uncommitted(dt_kv *kv, int32_t n) {

@@ -1,0 +1,43 @@
+/*
+ * The insides of a session, for the files of engine/ that make, grow and store one.
+ */
+#ifndef DT_ENGINE_SESSION_H
+#define DT_ENGINE_SESSION_H
+
+#include "engine/engine.h"
+
+/* A cache's memory, counted together with that of its forks. */
+typedef struct dt_shared_memory {
+    dt_memory memory;
+    atomic_int references;
+} dt_shared_memory;
+
+struct dt_session {
+    const dt_model *model;
+    dt_session_params params; /* with defaults filled in */
+    const dt_attn_kernel *kernel;
+    dt_shared_memory *kv_memory;
+    dt_memory work_memory;
+    dt_kv *kv;
+    dt_graph *graph;
+    int32_t *tokens; /* [token_capacity], grows */
+    int32_t n_tokens, token_capacity;
+    int32_t max_tokens;  /* longest conversation */
+    int32_t whole_from;  /* a rewind to at least this position is possible */
+    bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
+    const float *logits; /* after the last token; NULL when not computed */
+    float *own_logits;   /* [V] those that a fork or a loaded session began with */
+    void *note;          /* the application's, saved with the session */
+    size_t note_bytes;
+    bool *observe_layer; /* [L] */
+    dt_session_stats stats;
+    /* the sync in progress */
+    dt_progress_fn progress;
+    void *progress_user;
+    int64_t progress_done, progress_total, progress_last_us;
+};
+
+/* Room for n_more tokens behind the ones there are. */
+dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
+
+#endif
