@@ -94,9 +94,7 @@ eval_mean eval_mean_of(const double *values, size_t n) {
 
 /* ---- sessions ----------------------------------------------------------------------------------- */
 
-static void session_params(const eval *e, dt_session_params *out) {
-    dt_shared_options_session(&e->options->shared, out);
-}
+static void session_params(const eval *e, dt_session_params *out) { dt_shared_options_session(&e->options->shared, out); }
 
 dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error) {
     dt_session_params params;
@@ -277,8 +275,14 @@ int main(int argc, char **argv) {
     }
     const dt_option_group *const groups[] = {&common_group, c->own, &dt_model_options, &dt_eviction_options, &dt_output_options};
     char message[512];
-    eval_options o = {.n_context = c->n_context, .n_continuation = 256, .n_chunks = 4, .n_samples = 20, .n_needles = 1,
-                      .depth_low = 0.1, .depth_high = 0.9, .seed = 1};
+    eval_options o = {.n_context = c->n_context,
+                      .n_continuation = 256,
+                      .n_chunks = 4,
+                      .n_samples = 20,
+                      .n_needles = 1,
+                      .depth_low = 0.1,
+                      .depth_high = 0.9,
+                      .seed = 1};
     dt_shared_options_init(&o.shared);
     bool good = dt_options_parse(groups, N_OF(groups), argc - 1, argv + 1, &o, message, sizeof message);
     if (o.shared.help) {

@@ -146,8 +146,9 @@ dt_status eval_kld(eval *e, dt_error *error) {
     const eval_options *o = e->options;
     const size_t per_chunk = (size_t)(o->n_context + o->n_continuation + 1), n_chunks = (size_t)o->n_chunks;
     if (e->n_text < per_chunk * n_chunks) {
-        return eval_fail(error, DT_ERR_ARGUMENT, "%zu chunks of %zu tokens need a text of %zu; this one has %zu: give fewer --chunks",
-                         n_chunks, per_chunk, per_chunk * n_chunks, e->n_text);
+        return eval_fail(error, DT_ERR_ARGUMENT,
+                         "%zu chunks of %zu tokens need a text of %zu; this one has %zu: give fewer --chunks", n_chunks, per_chunk,
+                         per_chunk * n_chunks, e->n_text);
     }
     const size_t n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab;
     float *full = malloc(((size_t)o->n_continuation + 1) * n_vocab * sizeof *full);
@@ -155,8 +156,10 @@ dt_status eval_kld(eval *e, dt_error *error) {
     double *values = calloc(n_chunks, sizeof *values);
     dt_status status = full != NULL && sums != NULL && values != NULL
                            ? DT_OK
-                           : eval_fail(error, DT_ERR_MEMORY, "out of memory for %lld tokens' distributions; give a smaller "
-                                                             "--continuation", (long long)o->n_continuation);
+                           : eval_fail(error, DT_ERR_MEMORY,
+                                       "out of memory for %lld tokens' distributions; give a smaller "
+                                       "--continuation",
+                                       (long long)o->n_continuation);
     for (size_t i = 0; i < n_chunks && status == DT_OK; i++) {
         status = measure_chunk(e, i, full, sums + i * e->n_settings, error);
     }

@@ -15,10 +15,10 @@
 #define ANSWER_TOKENS 16
 #define ANSWER_BYTES 256
 
-static const char *const cities[] = {"Amsterdam", "Athens",   "Bangkok", "Berlin",  "Boston",  "Cairo",   "Chicago", "Dublin",
-                                     "Geneva",    "Havana",   "Helsinki", "Lisbon", "London",  "Madrid",  "Melbourne", "Moscow",
-                                     "Nairobi",   "Oslo",     "Paris",   "Prague",  "Rome",    "Seattle", "Seoul",   "Shanghai",
-                                     "Stockholm", "Sydney",   "Tokyo",   "Toronto", "Vienna",  "Warsaw",  "Zagreb",  "Zurich"};
+static const char *const cities[] = {"Amsterdam", "Athens", "Bangkok",  "Berlin",  "Boston", "Cairo",   "Chicago",   "Dublin",
+                                     "Geneva",    "Havana", "Helsinki", "Lisbon",  "London", "Madrid",  "Melbourne", "Moscow",
+                                     "Nairobi",   "Oslo",   "Paris",    "Prague",  "Rome",   "Seattle", "Seoul",     "Shanghai",
+                                     "Stockholm", "Sydney", "Tokyo",    "Toronto", "Vienna", "Warsaw",  "Zagreb",    "Zurich"};
 #define N_CITIES ((int)(sizeof cities / sizeof cities[0]))
 
 typedef struct token_list {
@@ -201,8 +201,8 @@ static void note(needle_run *r, size_t setting, size_t index, const needle *aske
     json_t *list = json_array_get(r->samples, setting);
     json_t *text = json_string(a->text);
     json_array_append_new(list, json_pack("{sI ss si sf sb sb so}", "sample", (json_int_t)index, "city", asked->city, "number",
-                                          asked->number, "depth", (double)asked->at / (double)r->e->options->n_context, "full", full,
-                                          "right", right, "answer", text != NULL ? text : json_null()));
+                                          asked->number, "depth", (double)asked->at / (double)r->e->options->n_context, "full",
+                                          full, "right", right, "answer", text != NULL ? text : json_null()));
 }
 
 /* One question about the context that `base` has read. evicted[n_settings]: NULL where the question comes before eviction. */

@@ -20,7 +20,9 @@
 typedef struct main_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
     const char *prompt, *file, *system_prompt, *chat_template, *session;
-    int64_t n_predict;
+    const char *draft_model;
+    int64_t n_predict, draft_max;
+    bool draft_lookup;
     bool conversation, display_prompt, escape;
 } main_options;
 
@@ -46,8 +48,17 @@ static const dt_option text_rows[] = {
     {"--no-display-prompt", NULL, DT_OPTION_OFF, AT(display_prompt), 0, 0, "print the generated text only"},
 };
 
+static const dt_option draft_rows[] = {
+    {"--draft-lookup", NULL, DT_OPTION_ON, AT(draft_lookup), 0, 0,
+     "guess what follows from where the last tokens stood before; for text that quotes or repeats (off)"},
+    {"--draft-model", "F", DT_OPTION_TEXT, AT(draft_model), 0, 0, "let a smaller model of the same vocabulary guess"},
+    {"--draft-max", "N", DT_OPTION_INT, AT(draft_max), 1, 64, "most tokens guessed at once (8)"},
+};
+
+static const dt_option_group draft_options = {"Speculative decoding; the text stays the same", draft_rows,
+                                              sizeof draft_rows / sizeof draft_rows[0]};
 static const dt_option_group text_options = {"Text", text_rows, sizeof text_rows / sizeof text_rows[0]};
-static const dt_option_group *const groups[] = {&text_options,        &dt_model_options, &dt_eviction_options,
+static const dt_option_group *const groups[] = {&text_options,        &dt_model_options, &dt_eviction_options, &draft_options,
                                                 &dt_sampling_options, &dt_stats_options, &dt_output_options};
 #define N_GROUPS (sizeof groups / sizeof groups[0])
 
@@ -71,6 +82,10 @@ static bool check(const main_options *o, char *message, size_t capacity) {
         wrong = "--session needs the name of a file";
     } else if (o->session != NULL && o->shared.stats_json != NULL && strcmp(o->session, o->shared.stats_json) == 0) {
         wrong = "--session and --stats-json name the same file";
+    } else if (o->draft_lookup && o->draft_model != NULL) {
+        wrong = "give --draft-lookup or --draft-model, not both";
+    } else if (o->draft_max > 0 && !o->draft_lookup && o->draft_model == NULL) {
+        wrong = "--draft-max needs --draft-lookup or --draft-model";
     } else if (o->prompt != NULL && o->file != NULL) {
         wrong = "give the prompt with -p or with -f, not both";
     } else if (o->prompt == NULL && o->file == NULL && !o->conversation) {
@@ -298,6 +313,27 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
                                         : exit_code;
 }
 
+/* ---- drafts ------------------------------------------------------------------------------------- */
+
+static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_model, dt_error *error) {
+    const int32_t most = o->draft_max > 0 ? (int32_t)o->draft_max : 8;
+    if (o->draft_lookup) {
+        return dt_draft_from_lookup(most, &run->draft, error);
+    }
+    if (o->draft_model == NULL) {
+        return DT_OK;
+    }
+    dt_shared_options plain = o->shared; /* the draft model sees all of the conversation, as far as its own context goes */
+    plain.kv_type = plain.prefill = plain.n_ctx = 0;
+    dt_session_params params;
+    dt_shared_options_session(&plain, &params);
+    dt_status status = dt_model_open(o->draft_model, NULL, out_model, error);
+    if (status == DT_OK) {
+        status = dt_draft_from_model(run->model, *out_model, &params, most, &run->draft, error);
+    }
+    return status;
+}
+
 static int with_model(const main_options *o, const texts *t, dt_model *model, dt_stats_file *stats, double begun) {
     dt_error error = {0};
     if (!dt_model_get_info(model)->has_tokenizer) {
@@ -305,6 +341,7 @@ static int with_model(const main_options *o, const texts *t, dt_model *model, dt
         return 1;
     }
     dt_eviction *eviction = NULL;
+    dt_model *draft_model = NULL;
     dt_session_params params;
     dt_run run = {.model = model, .n_predict = o->n_predict};
     dt_status status = dt_shared_options_eviction(&o->shared, model, &eviction, &error);
@@ -316,12 +353,17 @@ static int with_model(const main_options *o, const texts *t, dt_model *model, dt
         params.eviction = eviction;
         status = dt_session_new(model, &params, &run.session, &error);
     }
+    if (status == DT_OK) {
+        status = open_draft(o, &run, &draft_model, &error);
+    }
     int exit_code = status == DT_OK ? 0 : fail(status, &error, true);
     if (exit_code == 0) {
         dt_shared_options_sampler(&o->shared, t->grammar, &run.sampling);
         exit_code = generate(o, t, &run, stats, milliseconds_now() - begun);
     }
     dt_run_end(&run);
+    dt_draft_free(run.draft);
+    dt_model_close(draft_model);
     dt_session_free(run.session);
     dt_eviction_free(eviction);
     return exit_code;
@@ -334,11 +376,15 @@ static int run_all(const main_options *o) {
     dt_model *model = NULL;
     dt_status status = texts_read(o, &t, &error);
     if (status == DT_OK && o->shared.stats_json != NULL) {
-        const char *const inputs[] = {o->shared.model, o->file, o->shared.eviction_config, o->shared.grammar_file, o->session};
+        const char *const inputs[] = {o->shared.model,        o->file,    o->shared.eviction_config,
+                                      o->shared.grammar_file, o->session, o->draft_model};
         status = dt_stats_file_open(o->shared.stats_json, inputs, sizeof inputs / sizeof inputs[0], &stats, &error);
     }
     if (status == DT_OK && o->session != NULL) {
         status = dt_session_check_save(NULL, o->session, 0, &error);
+    }
+    if (status == DT_OK && o->draft_model != NULL) {
+        status = dt_check_same_vocabulary(o->shared.model, o->draft_model, &error);
     }
     const double begun = milliseconds_now();
     int exit_code = 0;

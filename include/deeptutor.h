@@ -217,6 +217,7 @@ typedef struct dt_session_stats {
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */
     double prefill_ms, decode_ms;                                           /* eviction included */
     double eviction_ms, attention_ms;
+    int64_t draft_proposed, draft_accepted; /* tokens */
 } dt_session_stats;
 
 /* Threads that 0 stands for. */
@@ -285,6 +286,26 @@ typedef struct dt_generate_result {
  * not computed: whoever goes on gives it to dt_session_sync together with what follows. */
 dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
                       dt_generate_result *result, dt_error *error);
+
+/* ---- speculative decoding ----------------------------------------------------------------------- */
+
+typedef struct dt_draft dt_draft; /* guesses the next tokens; one per session */
+
+/* Guesses what followed the last tokens where they stood before in the context (prompt lookup decoding, Saxena 2023). At most
+ * max_tokens at a time; fewer while guesses fail. Free with dt_draft_free. */
+dt_status dt_draft_from_lookup(int32_t max_tokens, dt_draft **out, dt_error *error);
+/* Lets a smaller model of the same vocabulary guess, in a session of its own made with `params` (may be NULL). Another vocabulary
+ * is DT_ERR_ARGUMENT naming the first token that differs. The model must outlive the draft. */
+dt_status dt_draft_from_model(const dt_model *target, const dt_model *model, const dt_session_params *params, int32_t max_tokens,
+                              dt_draft **out, dt_error *error);
+void dt_draft_free(dt_draft *draft);
+/* The same check on files, before any weights are loaded. */
+dt_status dt_check_same_vocabulary(const char *path, const char *draft_path, dt_error *error);
+/* dt_generate, with guessed tokens computed along with the last one and kept where the sampler chooses the same (draft may be NULL).
+ * The tokens are those that dt_generate would have given, up to rounding: the sampler draws from the same distributions in the same
+ * order, and eviction and scores see only tokens that were kept. */
+dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft *draft, int64_t n_predict, dt_token_fn on_token,
+                              void *user, dt_generate_result *result, dt_error *error);
 
 #ifdef __cplusplus
 }

@@ -588,7 +588,8 @@ static void observe_kept(const dt_attn_job *job, const thread_scratch *thread, i
     }
 }
 
-/* Scores once more: only few of many queries are observed. */
+/* Scores once more: only few of many queries are observed. By the same steps as above, so that a query's mass does not depend on
+ * how many were computed together. */
 static void observe_again(const dt_attn_job *job, const thread_scratch *thread, int32_t lane, int32_t begin, int32_t end) {
     const attn_plan *plan = plan_of(job);
     const dt_attn_lane *l = &job->lanes[lane];
@@ -614,9 +615,13 @@ static void observe_again(const dt_attn_job *job, const thread_scratch *thread, 
                 if (job->mass_row[query] >= 0) {
                     float *mass =
                         l->mass + (size_t)job->mass_row[query] * job->mass_stride + plan->span_base[plan->first_span[lane] + span];
+                    float *s = thread->s + (size_t)r * plan->s_stride, *factor = thread->factor_part, sum;
                     terms.add = query_mask(job, thread, &view, query);
-                    plan->ops->score_mass(mass, thread->s + (size_t)r * plan->s_stride, visible_entries(&view, query), &terms,
-                                          plan->row_max[row], plan->row_inverse[row]);
+                    const float max = plan->ops->weights(s, visible_entries(&view, query), view.n_total, &terms, NULL, NULL, &sum);
+                    factor[0] = max == -INFINITY ? -INFINITY : max - plan->row_max[row];
+                    plan->ops->exponentials(factor, DT_KV_GROUP);
+                    factor[0] *= plan->row_inverse[row];
+                    plan->ops->add_mass(mass, s, plan->s_stride, factor, 1, view.n_total);
                 }
             }
         }

@@ -206,7 +206,8 @@ static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
         for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
-            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane), view.n_entries, n_observed, weight);
+            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, 0), view.n_entries, n_observed,
+                         weight);
         }
     }
 }
@@ -274,6 +275,85 @@ static dt_status evict(dt_session *s, dt_error *error) {
     return status;
 }
 
+/* ---- drafts ---- */
+
+static bool may_evict(const dt_session *s) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any = any || dt_kv_layer(s->kv, i)->budget.policy != NULL;
+    }
+    return any && s->params.evict != DT_EVICT_HELD && !s->evicted_once;
+}
+
+int32_t dt_session_tokens_to_round(const dt_session *s) {
+    int64_t most = INT32_MAX;
+    for (int32_t i = 0; may_evict(s) && i < s->model->info.n_layers; i++) {
+        const dt_budget *budget = &dt_kv_layer(s->kv, i)->budget;
+        if (budget->policy != NULL) {
+            most = DT_MIN(most, (int64_t)budget->max_cache_size - dt_kv_length(s->kv, i) + 1);
+        }
+    }
+    return (int32_t)DT_MAX(most, 1);
+}
+
+dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, const float **logits, dt_error *error) {
+    const int64_t start = dt_clock_us();
+    const dt_status reserved = dt_session_reserve_tokens(s, n, error);
+    if (reserved != DT_OK) {
+        return reserved;
+    }
+    const dt_batch batch = {.tokens = tokens,
+                            .n = n,
+                            .first_position = s->n_tokens,
+                            .n_outputs = n,
+                            .observe_layer = choose_observed(s, n, 0) ? s->observe_layer : NULL,
+                            .n_observed = n,
+                            .observe_apart = true};
+    s->logits = NULL;
+    const dt_status status = dt_graph_compute(s->graph, s->kv, &batch, logits, error);
+    if (status != DT_OK) {
+        dt_kv_commit(s->kv, 0);
+    } else {
+        memmove(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
+        s->draft_logits = *logits;
+        s->n_draft = n;
+    }
+    s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+    return status;
+}
+
+/* As fold_masses after each of the first n_keep tokens of the draft: with what the lane had then, where it was observed then. */
+static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        const int32_t length = dt_kv_length(s->kv, i) - s->n_draft, max = dt_kv_layer(s->kv, i)->budget.max_cache_size;
+        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            for (int32_t t = 0; t < n_keep; t++) {
+                if ((int64_t)length + t + 1 + OBSERVE_AHEAD > max) {
+                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, t),
+                                 view.n_entries - s->n_draft + t + 1, 1, dt_query_weight(probabilities[t]));
+                }
+            }
+        }
+    }
+}
+
+dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilities, dt_error *error) {
+    const int64_t start = dt_clock_us();
+    fold_kept(s, n_keep, probabilities);
+    dt_kv_commit(s->kv, n_keep);
+    s->n_tokens += n_keep;
+    s->logits = n_keep > 0 ? s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab : NULL;
+    s->stats.draft_proposed += s->n_draft - 1;
+    s->stats.draft_accepted += DT_MAX(n_keep - 1, 0);
+    s->stats.decode_tokens += n_keep;
+    s->n_draft = 0;
+    const dt_status status = evict(s, error);
+    s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+    return status;
+}
+
 /* ---- forks ---- */
 
 static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_error *error) {
@@ -336,7 +416,8 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
     if (position >= (size_t)s->whole_from) {
         const dt_status status = dt_kv_truncate(s->kv, (int32_t)position, error);
         if (status == DT_OK) {
-            dt_log(DT_LOG_INFO, "session: rewound to token %zu of %d, %zu tokens reused", position, s->n_tokens, position);
+            dt_log(s->is_draft ? DT_LOG_DEBUG : DT_LOG_INFO, "session: rewound to token %zu of %d, %zu tokens reused", position,
+                   s->n_tokens, position);
             s->n_tokens = (int32_t)position;
             result->how = DT_SYNC_REWOUND;
         }
@@ -434,14 +515,6 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
     }
     s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
-}
-
-static bool may_evict(const dt_session *s) {
-    bool any = false;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        any = any || dt_kv_layer(s->kv, i)->budget.policy != NULL;
-    }
-    return any && s->params.evict != DT_EVICT_HELD && !s->evicted_once;
 }
 
 dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n, dt_logits_fn fn, void *user, dt_error *error) {

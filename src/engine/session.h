@@ -29,7 +29,10 @@ struct dt_session {
     float *own_logits;   /* [V] those that a fork or a loaded session began with */
     void *note;          /* the application's, saved with the session */
     size_t note_bytes;
-    bool *observe_layer; /* [L] */
+    bool *observe_layer;       /* [L] */
+    const float *draft_logits; /* [n_draft][V] while tokens are drafted */
+    int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
+    bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
     dt_session_stats stats;
     /* the sync in progress */
     dt_progress_fn progress;
@@ -39,5 +42,17 @@ struct dt_session {
 
 /* Room for n_more tokens behind the ones there are. */
 dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
+
+/* ---- drafts: several tokens computed at once, of which some may be taken back ----
+ * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session
+ * as appending those tokens one by one would. */
+
+/* Tokens that may be drafted at once: with so many a round is due after the last one, and never before. At least 1. */
+int32_t dt_session_tokens_to_round(const dt_session *session);
+/* Computes tokens[n] after the ones there are, uncommitted. *logits: [n][V]. On failure there is nothing to keep. tokens may be the
+ * session's own, behind its n_tokens. */
+dt_status dt_session_draft(dt_session *session, const int32_t *tokens, int32_t n, const float **logits, dt_error *error);
+/* Keeps the first n_keep >= 1 of them and evicts. probabilities[n_keep]: as in dt_session_append. */
+dt_status dt_session_keep(dt_session *session, int32_t n_keep, const float *probabilities, dt_error *error);
 
 #endif

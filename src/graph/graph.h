@@ -35,7 +35,8 @@ typedef struct dt_batch {
     int32_t n, first_position;
     int32_t n_outputs;         /* logits wanted for the last n_outputs tokens, >= 1 */
     const bool *observe_layer; /* [L]: collect attention mass there; NULL = nowhere */
-    int32_t n_observed;        /* of the last n_observed queries, summed */
+    int32_t n_observed;        /* of the last n_observed queries */
+    bool observe_apart;        /* a row of mass for each of them; else one row, their sum */
 } dt_batch;
 
 /* Appends the batch to the cache (uncommitted) and computes. *logits: [n_outputs][V], the graph's own until its next call.
@@ -43,8 +44,8 @@ typedef struct dt_batch {
 dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error);
 
 /* Attention mass that the last batch's observed queries gave to each entry of a lane; entry order as in the cache before it is
- * committed. NULL where the layer was not observed. */
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane);
+ * committed. row: which of the observed queries when they were observed apart, else 0. NULL where the layer was not observed. */
+const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row);
 
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
 int64_t dt_graph_attention_us(const dt_graph *graph);
