@@ -130,12 +130,15 @@ static char *copy_text(const char *text, bool escape, size_t *out_n) {
 typedef struct texts {
     char *prompt, *system_prompt, *grammar; /* NULL where not given */
     size_t n_prompt;
+    int32_t *tokens; /* of the prompt, where it is no chat */
+    size_t n_tokens;
 } texts;
 
 static void texts_free(texts *t) {
     free(t->prompt);
     free(t->system_prompt);
     free(t->grammar);
+    dt_free(t->tokens);
 }
 
 static dt_status texts_read(const main_options *o, texts *out, dt_error *error) {
@@ -230,31 +233,31 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
     return status;
 }
 
-static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
-    int32_t *tokens = NULL;
-    size_t n = 0;
-    dt_status status = dt_tokenize(run->model, t->prompt, t->n_prompt, true, true, &tokens, &n, error);
-    if (status == DT_OK && n == 0 && dt_token_start(run->model) >= 0) {
-        tokens[n++] = dt_token_start(run->model);
+/* The prompt's tokens. *out_n is 0 where there is nothing to begin from. */
+static dt_status tokenize_prompt(const dt_model *model, const texts *t, int32_t **out, size_t *out_n, dt_error *error) {
+    const dt_status status = dt_tokenize(model, t->prompt, t->n_prompt, true, true, out, out_n, error);
+    if (status == DT_OK && *out_n == 0 && dt_token_start(model) >= 0) {
+        (*out)[(*out_n)++] = dt_token_start(model);
     }
-    if (status == DT_OK && n == 0) {
+    return status;
+}
+
+static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
+    dt_status status = DT_OK;
+    if (t->n_tokens == 0) {
         dt_report(DT_LOG_ERROR, "the prompt is empty and this model has no start token to begin from; give it some text");
         *out_exit = 2;
-    } else if (status == DT_OK) {
-        if (o->display_prompt) {
-            dt_output_write(&run->output, t->prompt, t->n_prompt);
-        }
-        if (o->session != NULL) { /* that it will not fit on the disk is told before the work, not after it */
-            const int64_t n_total = (int64_t)n + (o->n_predict > 0 ? o->n_predict : 0);
-            status = dt_session_check_save(run->session, o->session, n_total, error);
-            *out_exit = status != DT_OK ? fail(status, error, true) : 0;
-        }
-        if (status == DT_OK) {
-            status = dt_run_reply(run, tokens, n, error);
-        }
+        return DT_OK;
     }
-    dt_free(tokens);
-    return status;
+    if (o->display_prompt) {
+        dt_output_write(&run->output, t->prompt, t->n_prompt);
+    }
+    if (o->session != NULL) { /* that it will not fit on the disk is told before the work, not after it */
+        const int64_t n_total = (int64_t)t->n_tokens + (o->n_predict > 0 ? o->n_predict : 0);
+        status = dt_session_check_save(run->session, o->session, n_total, error);
+        *out_exit = status != DT_OK ? fail(status, error, true) : 0;
+    }
+    return status == DT_OK ? dt_run_reply(run, t->tokens, t->n_tokens, error) : status;
 }
 
 /* Timings to the log, numbers to the file. */
@@ -324,7 +327,7 @@ static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_m
         return DT_OK;
     }
     dt_shared_options plain = o->shared; /* the draft model sees all of the conversation, as far as its own context goes */
-    plain.kv_type = plain.prefill = plain.n_ctx = 0;
+    plain.kv_type = plain.prefill = plain.n_ctx = plain.kv_memory = 0;
     dt_session_params params;
     dt_shared_options_session(&plain, &params);
     dt_status status = dt_model_open(o->draft_model, NULL, out_model, error);
@@ -334,7 +337,7 @@ static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_m
     return status;
 }
 
-static int with_model(const main_options *o, const texts *t, dt_model *model, dt_stats_file *stats, double begun) {
+static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats_file *stats, double begun) {
     dt_error error = {0};
     if (!dt_model_get_info(model)->has_tokenizer) {
         dt_report(DT_LOG_ERROR, "%s has no tokenizer, so it can't read a text; use a GGUF file that contains one", o->shared.model);
@@ -348,9 +351,15 @@ static int with_model(const main_options *o, const texts *t, dt_model *model, dt
     if (status == DT_OK) {
         status = describe_eviction(o, model, eviction, &error);
     }
+    if (status == DT_OK && !o->conversation) {
+        status = tokenize_prompt(model, t, &t->tokens, &t->n_tokens, &error);
+    }
     if (status == DT_OK) {
         dt_shared_options_session(&o->shared, &params);
         params.eviction = eviction;
+        if (t->n_tokens > 0 && o->n_predict >= 0 && (int64_t)t->n_tokens + o->n_predict < INT32_MAX) {
+            params.n_expected = (int32_t)((int64_t)t->n_tokens + o->n_predict);
+        }
         status = dt_session_new(model, &params, &run.session, &error);
     }
     if (status == DT_OK) {

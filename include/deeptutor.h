@@ -191,6 +191,9 @@ typedef struct dt_session_params {
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
+    uint64_t kv_memory; /* bytes that keys, values and what belongs to them never exceed, prefill included; 0 = no limit. The
+                                    settings above give way to hold it (docs/memory.md), or the session is refused (DT_ERR_LIMIT) */
+    int32_t n_expected; /* tokens that the conversation will have at most, for kv_memory; 0 = n_ctx */
 } dt_session_params;
 
 /* Called between prefill chunks and decode steps; returning false cancels (DT_ERR_CANCELLED, the session stays usable). */

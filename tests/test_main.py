@@ -73,7 +73,7 @@ def test_help_and_version():
     assert result.returncode == 0 and result.stderr == b""
     for flag in ("--cache-eviction", "--eviction-config", "--stats-json", "--ctx-size", "--context-length", "one final newline"):
         assert flag in " ".join(text.split())
-    for later in ("--kv-memory", "--memory-slots", "--device"):
+    for later in ("--memory-slots", "--device"):
         assert later not in text
     for line in text.splitlines():
         assert len(line) <= 80 and line == line.rstrip(), line
@@ -98,7 +98,9 @@ def test_help_and_version():
     (["--draft-max", "0", "--draft-lookup"], "between 1"),
     (["--draft-lookup", "--draft-model", "d.gguf"], "not both"),
     (["--session", ""], "--session needs the name"),
-    (["--kv-memory", "2G"], "there is no flag --kv-memory"),
+    (["--kv-memory", "2X"], "--kv-memory needs a size"),
+    (["--kv-memory", "0"], "--kv-memory needs a size"),
+    (["--kv-memory", "-1M"], "--kv-memory needs a size"),
     (["--device", "cuda"], "there is no flag --device"),
     (["-n"], "-n needs a value"),
     (["text without flag"], "is no flag"),

@@ -7,6 +7,7 @@
  * A session and its forks count their cache's memory together, since they share blocks.
  */
 #include "engine/eviction_config.h"
+#include "engine/kv_plan.h"
 #include "engine/session.h"
 
 #include <stdlib.h>
@@ -38,7 +39,7 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     dt_session_params *p = &s->params;
     const dt_model_info *info = dt_model_get_info(s->model);
     *p = params ? *params : defaults;
-    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0) {
+    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "context length, batch size and threads can't be negative");
     }
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
@@ -61,37 +62,34 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
 
 /* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
  * plus chunk, however long the conversation. Then the trained context does not limit it. */
-static bool keeps_distances_short(const dt_session *s) {
-    bool is_short = s->params.eviction != NULL && s->params.prefill == DT_PREFILL_STREAMING;
+static bool keeps_distances_short(const dt_session *s, const dt_budget *budgets) {
+    bool is_short = s->params.prefill == DT_PREFILL_STREAMING;
     for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {
-        const dt_budget *b = dt_eviction_budget(s->params.eviction, i);
+        const dt_budget *b = &budgets[i];
         is_short =
             b->policy == &dt_policy_local_window && b->sink_tokens == 0 && b->max_cache_size + s->params.n_batch <= s->params.n_ctx;
     }
     return is_short;
 }
 
-static dt_status new_cache(dt_session *s, dt_error *error) {
-    const dt_hparams *hp = &s->model->decoder->hp;
-    dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
+static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *error) {
+    dt_kv_layer_params *layers = dt_kv_plan_layers(s->model, &s->params, budgets);
     if (!layers) {
-        return dt_fail_memory(error, (size_t)hp->n_layers * sizeof *layers, "the cache");
+        return dt_fail_memory(error, (size_t)s->model->info.n_layers * sizeof *layers, "the cache");
     }
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        layers[i].n_lanes = hp->n_kv_heads[i];
-        dt_kv_format_init(&layers[i].format, s->params.kv_type, s->params.kv_type, hp->head_dim_k, hp->head_dim_v,
-                          s->params.kv_block_tokens);
-        if (s->params.eviction) {
-            layers[i].budget = *dt_eviction_budget(s->params.eviction, i);
-        }
-    }
-    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, hp->n_layers, &s->kv, error);
+    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
     free(layers);
     return status;
 }
 
 /* The same content under other budgets; the forks' blocks are counted where the first session's are. */
-static dt_status fork_cache(dt_session *s, const dt_session *from, dt_error *error) {
+static dt_status fork_cache(dt_session *s, const dt_session *from, const dt_budget *budgets, dt_error *error) {
+    const dt_status status = dt_kv_fork(from->kv, &s->kv, error);
+    return status == DT_OK ? dt_kv_set_budgets(s->kv, budgets, error) : status;
+}
+
+/* The cache, after settings and budgets were fitted into the memory that was granted. */
+static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *error) {
     const int32_t n_layers = s->model->info.n_layers;
     dt_budget *budgets = calloc((size_t)n_layers, sizeof *budgets);
     if (!budgets) {
@@ -100,9 +98,11 @@ static dt_status fork_cache(dt_session *s, const dt_session *from, dt_error *err
     for (int32_t i = 0; s->params.eviction && i < n_layers; i++) {
         budgets[i] = *dt_eviction_budget(s->params.eviction, i);
     }
-    dt_status status = dt_kv_fork(from->kv, &s->kv, error);
+    s->params.eviction = NULL; /* the caller may free it after this */
+    dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, error);
     if (status == DT_OK) {
-        status = dt_kv_set_budgets(s->kv, budgets, error);
+        s->max_tokens = keeps_distances_short(s, budgets) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
+        status = from ? fork_cache(s, from, budgets, error) : new_cache(s, budgets, error);
     }
     free(budgets);
     return status;
@@ -119,6 +119,7 @@ static dt_status share_memory(dt_session *s, dt_shared_memory *with, dt_error *e
         return dt_fail_memory(error, sizeof *s->kv_memory, "the session");
     }
     dt_memory_init(&s->kv_memory->memory);
+    s->kv_memory->memory.limit = (size_t)DT_MIN(s->params.kv_memory, (uint64_t)SIZE_MAX);
     atomic_init(&s->kv_memory->references, 1);
     return DT_OK;
 }
@@ -132,18 +133,16 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     }
     s->model = model;
     dt_memory_init(&s->work_memory);
-    dt_status status = share_memory(s, from ? from->kv_memory : NULL, error);
+    dt_status status = fill_defaults(s, params, error);
     if (status == DT_OK) {
-        status = fill_defaults(s, params, error);
+        status = share_memory(s, from ? from->kv_memory : NULL, error);
     }
     if (status == DT_OK) {
-        s->max_tokens = keeps_distances_short(s) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
         s->observe_layer = calloc((size_t)model->info.n_layers, sizeof *s->observe_layer);
         status = s->observe_layer ? DT_OK : dt_fail_memory(error, (size_t)model->info.n_layers, "the session");
     }
     if (status == DT_OK) {
-        status = from ? fork_cache(s, from, error) : new_cache(s, error);
-        s->params.eviction = NULL; /* the caller may free it now */
+        status = make_cache(s, from, error);
     }
     if (status == DT_OK) {
         const dt_graph_params graph_params = {.kernel = s->kernel,

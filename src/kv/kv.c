@@ -442,6 +442,15 @@ static void undo_reserve(dt_kv *kv) {
     }
 }
 
+/* No room for more tokens: the machine has none, or what was promised is used up. */
+static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, dt_error *error) {
+    if (kv->memory->limit > 0) {
+        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %.1f MiB is reached after %d tokens (--kv-memory)",
+                       (double)kv->memory->limit / 1048576.0, kv->next_position);
+    }
+    return dt_fail_memory(error, block_bytes(layer), "the KV cache");
+}
+
 dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error) {
     if (n < 0 || first_position < 0 || first_position > INT32_MAX - n) {
         return dt_fail(error, DT_ERR_LIMIT, "%d tokens from position %d on do not fit: positions go from 0 to %d", n,
@@ -456,7 +465,7 @@ dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *e
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             if (!lane_reserve(kv, layer, &layer->lanes[j], n)) {
                 undo_reserve(kv);
-                return dt_fail_memory(error, block_bytes(layer), "the KV cache");
+                return fail_growing(kv, layer, error);
             }
         }
     }
@@ -481,7 +490,7 @@ dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer_index, int32_t lane_index,
         lane_extend(layer, lane, 0, n);
         done = !has_bias || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
     }
-    return done ? DT_OK : dt_fail_memory(error, block_bytes(layer), "the KV cache");
+    return done ? DT_OK : fail_growing(kv, layer, error);
 }
 
 void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped) {
@@ -692,4 +701,19 @@ size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
         }
     }
     return bytes;
+}
+
+size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest) {
+    size_t bytes = sizeof(dt_kv) + (size_t)n_layers * sizeof(dt_kv_layer_state), arrays = 0, block = 0, scratch = 0;
+    for (int32_t i = 0; i < n_layers; i++) {
+        const dt_kv_layer_state layer = {.params = layers[i], .has_mass = policy_needs_mass(&layers[i].budget)};
+        const int32_t blocks = dt_kv_blocks(&layers[i].format, longest[i]);
+        const size_t lane_arrays = dt_kv_array_bytes(&layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), false);
+        bytes += (size_t)layers[i].n_lanes * (sizeof(dt_kv_lane_state) + (size_t)blocks * block_bytes(&layer) + lane_arrays);
+        arrays = DT_MAX(arrays, lane_arrays);       /* of one lane, twice while they are resized */
+        block = DT_MAX(block, block_bytes(&layer)); /* the spare one */
+        scratch =
+            DT_MAX(scratch, layers[i].budget.policy != NULL ? dt_kv_round_bytes(longest[i]) : (size_t)longest[i] * sizeof(int32_t));
+    }
+    return bytes + arrays + block + 2 * scratch; /* twice while it grows */
 }

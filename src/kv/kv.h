@@ -73,6 +73,10 @@ size_t dt_kv_bytes(const dt_kv *kv);
 /* dt_kv_bytes of a cache whose lanes all grew to n entries and never lost any. */
 size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
 
+/* The most bytes a cache ever has allocated whose lanes of layer i never exceed longest[i] entries: also in the middle of growing,
+ * of rounds and of cuts. Forks and biases come on top. */
+size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest);
+
 /* ---- plain columns, for files (plain.c) ---- */
 
 typedef enum dt_kv_column {

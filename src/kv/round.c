@@ -9,14 +9,17 @@
 
 #include <math.h>
 
+static size_t position_row_bytes(int32_t n) { return DT_ROUND_UP((size_t)n * sizeof(int32_t), (size_t)64); }
+
+size_t dt_kv_round_bytes(int32_t n) { return 2 * position_row_bytes(n) + dt_policy_scratch_bytes(n); }
+
 /* Evicts from one lane; *n_evicted and result->newest_evicted tell what went. */
 static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, bool exact, int32_t *n_evicted,
                             dt_round_result *result, dt_error *error) {
     const dt_budget *budget = &kv->layers[layer].params.budget;
     dt_kv_lane_view view;
     dt_kv_lane(kv, layer, lane, &view);
-    const size_t row_bytes = DT_ROUND_UP((size_t)view.n_entries * sizeof(int32_t), (size_t)64);
-    const size_t bytes = 2 * row_bytes + dt_policy_scratch_bytes(view.n_entries);
+    const size_t row_bytes = position_row_bytes(view.n_entries), bytes = dt_kv_round_bytes(view.n_entries);
     char *scratch = dt_kv_scratch(kv, bytes);
     if (scratch == NULL) {
         return dt_fail_memory(error, bytes, "choosing what to evict");
