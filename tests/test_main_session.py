@@ -173,3 +173,44 @@ def test_terminated_chat_on_a_terminal_is_saved(tmp_path):
     terminal.process.send_signal(signal.SIGTERM)
     assert terminal.finish() == 0 and b"tokens saved" in terminal.seen
     assert b"chat: goes on after 2 messages" in run_model(*CHAT, "--session", str(session)).stderr
+
+
+# ---- one-time caching within a run (cases.md row 12) ---------------------------------------------
+
+
+def chat_of(tmp_path, reply, turns, *flags):
+    """A chat whose every reply is `reply`; the log and how many tokens were computed in prefill."""
+    grammar = 'root ::= "' + reply.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    log, stats = run_stats(tmp_path, "-cnv", "--temp", "0", "-n", "64", "--grammar", grammar, *flags, stdin=b"Go on.\n" * turns)
+    assert log.stdout.decode() == (reply + "\n") * turns
+    return log.stderr, stats["prompt_tokens"] - stats["reused_tokens"]
+
+
+@needs_model
+@pytest.mark.parametrize("reply", ["two  spaces,   three", "lines\n\n", " \U0001F600 in front", "```c\nint  x;\n```\n", "\tx"])
+def test_replies_that_would_tokenize_otherwise(tmp_path, reply):
+    """The tokens that were generated stay, whatever the reply's text would be tokenized to."""
+    first = chat_of(tmp_path, reply, 1)[1]
+    log, computed = chat_of(tmp_path, reply, 5)
+    assert b"rewrote" not in log and b"session: re" not in log
+    assert computed - first <= 4 * 16, computed  # a turn's own tokens, the template's marks and the reply's last token
+
+
+@needs_model
+def test_template_that_drops_thinking(tmp_path):
+    """As Qwen3's: one rewind a turn, said with the first position that differs; what lies before is reused."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
+                "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    thinking, plain = "<think>\nhm, so what\n</think>Well.", "Well."
+    flags = ("--chat-template", template)
+    log, computed = chat_of(tmp_path, thinking, 5, *flags)
+    assert len(re.findall(rb"the template rewrote the conversation from token \d+ on", log)) == 4
+    assert len(re.findall(rb"session: rewound to token \d+ of \d+, \d+ tokens reused", log)) == 4
+    first = chat_of(tmp_path, thinking, 1, *flags)[1]
+    assert computed - first <= 4 * 24, computed
+    log, computed = chat_of(tmp_path, plain, 5, *flags)
+    assert b"rewrote" not in log and computed - first <= 4 * 16
+    # once something was evicted there is no way back but to begin again, and the log says so
+    log, computed = chat_of(tmp_path, thinking, 5, *flags, "--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16")
+    assert b"session: rebuilt, 0 tokens reused: the conversation changed at token" in log
