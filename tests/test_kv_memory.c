@@ -63,8 +63,8 @@ static uint64_t use_all(const fixture *f, dt_session *s, size_t n) {
     sync_tokens(s, f->tokens, n / 4);
     int32_t other = f->tokens[0] == 9 ? 10 : 9;
     sync_tokens(s, &other, 1); /* rebuilt */
-    sync_tokens(s, f->tokens, n - 100);
-    for (size_t i = n - 100; i < n; i++) {
+    sync_tokens(s, f->tokens, n - 40);
+    for (size_t i = n - 40; i < n; i++) {
         append_token(s, f->tokens[i]);
     }
     dt_session_stats stats;
@@ -83,7 +83,7 @@ static void test_any_limit_is_held(void **state) {
     dt_log_set(keep_log, NULL);
     for (int evict = 0; evict < 2; evict++) {
         bool refused = false, kept = false, int8 = false;
-        for (uint64_t limit = 1 << 20; limit > 4096; limit -= limit / 12) {
+        for (uint64_t limit = 1 << 20; limit > 4096; limit -= limit / 7) {
             dt_session_params params = params_of(f, evict);
             params.kv_memory = limit;
             dt_session *s = NULL;
@@ -233,7 +233,7 @@ static void test_each_allocation_fails_in_turn(void **state) {
         for (int which = 0; which < 2; which++) { /* the cache's memory, the graph's */
             long long n = 0;
             dt_status status = DT_ERR_MEMORY;
-            for (; status != DT_OK; n += n < 60 ? 1 : 7) {
+            for (; status != DT_OK; n += n < 30 ? 1 : 5) {
                 const dt_session_params params = params_of(f, true);
                 dt_session *s = open_session(f->model, &params);
                 sync_tokens(s, f->tokens, 120);
