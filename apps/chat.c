@@ -27,7 +27,8 @@ struct dt_chat {
     bool has_system;
     int32_t *tokens; /* of the conversation, replies included */
     size_t n_tokens;
-    char *before; /* what was rendered last turn, NULL at first */
+    char *before;                            /* what was rendered last turn, NULL at first */
+    size_t n_whole_messages, n_whole_tokens; /* up to the last turn that was answered */
 };
 
 static dt_status no_memory(dt_error *error) {
@@ -253,7 +254,156 @@ dt_status dt_chat_turn(dt_chat *chat, const char *text, dt_error *error) {
     }
     dt_free(chat->before);
     chat->before = whole;
-    return keep_reply(chat, error);
+    status = keep_reply(chat, error);
+    if (status == DT_OK) {
+        chat->n_whole_messages = chat->n_messages;
+        chat->n_whole_tokens = chat->n_tokens;
+    }
+    return status;
+}
+
+/* ---- between runs ------------------------------------------------------------------------------- */
+
+/*
+ * The note in a session file: NOTE_MAGIC, then whole numbers of 4 bytes and bytes as docs/session-format.md says. It is read as if
+ * it came from anyone: every length is checked against what is left.
+ */
+#define NOTE_MAGIC "DTCHAT1\n"
+
+static const char *const roles[] = {"system", "user", "assistant"};
+
+static void put_number(char **to, size_t value) {
+    const uint32_t number = (uint32_t)value;
+    memcpy(*to, &number, sizeof number);
+    *to += sizeof number;
+}
+
+static void put_text(char **to, const char *text) {
+    const size_t n = strlen(text);
+    put_number(to, n);
+    memcpy(*to, text, n);
+    *to += n;
+}
+
+dt_status dt_chat_note(const dt_chat *chat, dt_error *error) {
+    if (chat->before == NULL || chat->n_whole_messages == 0) {
+        return dt_session_set_note(chat->run->session, NULL, 0, error);
+    }
+    const size_t n_messages = chat->n_whole_messages, n_tokens = chat->n_whole_tokens;
+    size_t n = sizeof NOTE_MAGIC + 3 * sizeof(uint32_t) + strlen(chat->before) + n_tokens * sizeof(int32_t);
+    for (size_t i = 0; i < n_messages; i++) {
+        n += 2 * sizeof(uint32_t) + strlen(chat->messages[i].content);
+    }
+    char *note = malloc(n), *to = note;
+    if (note == NULL) {
+        return no_memory(error);
+    }
+    memcpy(to, NOTE_MAGIC, strlen(NOTE_MAGIC));
+    to += strlen(NOTE_MAGIC);
+    put_number(&to, n_messages);
+    for (size_t i = 0; i < n_messages; i++) {
+        size_t role = 0;
+        while (strcmp(roles[role], chat->messages[i].role) != 0) {
+            role++;
+        }
+        put_number(&to, role);
+        put_text(&to, chat->messages[i].content);
+    }
+    put_text(&to, chat->before);
+    put_number(&to, n_tokens);
+    memcpy(to, chat->tokens, n_tokens * sizeof *chat->tokens);
+    to += n_tokens * sizeof *chat->tokens;
+    const dt_status status = dt_session_set_note(chat->run->session, note, (size_t)(to - note), error);
+    free(note);
+    return status;
+}
+
+typedef struct note {
+    const char *at;
+    size_t left;
+} note;
+
+static bool get_number(note *from, size_t *out) {
+    uint32_t number;
+    if (from->left < sizeof number) {
+        return false;
+    }
+    memcpy(&number, from->at, sizeof number);
+    from->at += sizeof number;
+    from->left -= sizeof number;
+    *out = number;
+    return true;
+}
+
+/* A copy, to be freed with dt_free or free; NULL when it is not whole. */
+static char *get_text(note *from) {
+    size_t n;
+    if (!get_number(from, &n) || n > from->left || memchr(from->at, 0, n) != NULL) {
+        return NULL;
+    }
+    char *text = malloc(n + 1);
+    if (text != NULL) {
+        memcpy(text, from->at, n);
+        text[n] = 0;
+        from->at += n;
+        from->left -= n;
+    }
+    return text;
+}
+
+static bool read_note(dt_chat *chat, note *from, dt_error *error) {
+    size_t n_messages, n_tokens, role;
+    if (!get_number(from, &n_messages)) {
+        return false;
+    }
+    for (size_t i = 0; i < n_messages; i++) {
+        char *content = get_number(from, &role) && role < sizeof roles / sizeof roles[0] ? get_text(from) : NULL;
+        const bool added = content != NULL && add_message(chat, roles[role], content, error) == DT_OK;
+        free(content);
+        if (!added) {
+            return false;
+        }
+    }
+    chat->before = get_text(from);
+    if (chat->before == NULL || !get_number(from, &n_tokens) || from->left != n_tokens * sizeof(int32_t)) {
+        return false;
+    }
+    int32_t *tokens = malloc(from->left + 1); /* the note is not aligned */
+    if (tokens == NULL) {
+        return false;
+    }
+    memcpy(tokens, from->at, from->left);
+    const bool added = append_tokens(chat, tokens, n_tokens, error) == DT_OK;
+    free(tokens);
+    const size_t n = chat->n_messages;
+    chat->n_whole_messages = n;
+    chat->n_whole_tokens = n_tokens;
+    return added && n >= 2 && strcmp(chat->messages[n - 1].role, "assistant") == 0;
+}
+
+dt_status dt_chat_resume(dt_chat *chat, const char *system_prompt, dt_error *error) {
+    note from;
+    from.at = dt_session_note(chat->run->session, &from.left);
+    if (from.left < strlen(NOTE_MAGIC) || memcmp(from.at, NOTE_MAGIC, strlen(NOTE_MAGIC)) != 0) {
+        return DT_OK; /* no chat's */
+    }
+    from.at += strlen(NOTE_MAGIC);
+    from.left -= strlen(NOTE_MAGIC);
+    while (chat->n_messages > 0) {
+        free((char *)chat->messages[--chat->n_messages].content);
+    }
+    if (!read_note(chat, &from, error)) {
+        snprintf(error->message, sizeof error->message, "the chat in the session file is damaged; name another file");
+        return error->code = DT_ERR_FORMAT;
+    }
+    const dt_chat_message *first = &chat->messages[0];
+    if (system_prompt != NULL && (strcmp(first->role, "system") != 0 || strcmp(first->content, system_prompt) != 0)) {
+        snprintf(error->message, sizeof error->message,
+                 "the session file holds a chat with another system prompt; leave out -sys to go on with it, or name another file");
+        return error->code = DT_ERR_ARGUMENT;
+    }
+    dt_report(DT_LOG_INFO, "chat: goes on after %zu messages", chat->n_messages);
+    return DT_OK;
 }
 
 /* ---- input -------------------------------------------------------------------------------------- */

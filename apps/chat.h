@@ -15,6 +15,11 @@ typedef struct dt_chat dt_chat;
  * message is refused here, DT_ERR_ARGUMENT when it is the one named. */
 dt_status dt_chat_new(dt_run *run, const char *template_name, const char *system_prompt, dt_chat **out, dt_error *error);
 void dt_chat_free(dt_chat *chat);
+/* Goes on with the conversation that dt_chat_note left in the session, where there is one. DT_ERR_ARGUMENT when system_prompt is
+ * given and is not that conversation's. */
+dt_status dt_chat_resume(dt_chat *chat, const char *system_prompt, dt_error *error);
+/* Leaves the conversation, up to the last turn that was answered, with the session, to be saved with it. */
+dt_status dt_chat_note(const dt_chat *chat, dt_error *error);
 /* One turn; the reply goes to run->output. */
 dt_status dt_chat_turn(dt_chat *chat, const char *text, dt_error *error);
 /* Turns until the input ends, or the conversation fills its context (a warning, no failure). first_message may be NULL. */

@@ -9,16 +9,20 @@
 #include "chat.h"
 #include "options.h"
 
+#include <errno.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 
 typedef struct main_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
-    const char *prompt, *file, *system_prompt, *chat_template;
-    int64_t n_predict;
+    const char *prompt, *file, *system_prompt, *chat_template, *session;
+    const char *draft_model;
+    int64_t n_predict, draft_max;
+    bool draft_lookup;
     bool conversation, display_prompt, escape;
 } main_options;
 
@@ -38,12 +42,23 @@ static const dt_option text_rows[] = {
     {"-no-cnv, --no-cnv, --no-conversation", NULL, DT_OPTION_OFF, AT(conversation), 0, 0, "go on from the text, no chat"},
     {"-sys, --system-prompt", "S", DT_OPTION_TEXT, AT(system_prompt), 0, 0, "instruction at the front of a chat"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
+    {"--session", "F", DT_OPTION_TEXT, AT(session), 0, 0,
+     "go on from the state in F where it is there, and save it there at the end"},
     {"--display-prompt", NULL, DT_OPTION_ON, AT(display_prompt), 0, 0, "print the prompt too (off)"},
     {"--no-display-prompt", NULL, DT_OPTION_OFF, AT(display_prompt), 0, 0, "print the generated text only"},
 };
 
+static const dt_option draft_rows[] = {
+    {"--draft-lookup", NULL, DT_OPTION_ON, AT(draft_lookup), 0, 0,
+     "guess what follows from where the last tokens stood before; for text that quotes or repeats (off)"},
+    {"--draft-model", "F", DT_OPTION_TEXT, AT(draft_model), 0, 0, "let a smaller model of the same vocabulary guess"},
+    {"--draft-max", "N", DT_OPTION_INT, AT(draft_max), 1, 64, "most tokens guessed at once (8)"},
+};
+
+static const dt_option_group draft_options = {"Speculative decoding; the text stays the same", draft_rows,
+                                              sizeof draft_rows / sizeof draft_rows[0]};
 static const dt_option_group text_options = {"Text", text_rows, sizeof text_rows / sizeof text_rows[0]};
-static const dt_option_group *const groups[] = {&text_options,        &dt_model_options, &dt_eviction_options,
+static const dt_option_group *const groups[] = {&text_options,        &dt_model_options, &dt_eviction_options, &draft_options,
                                                 &dt_sampling_options, &dt_stats_options, &dt_output_options};
 #define N_GROUPS (sizeof groups / sizeof groups[0])
 
@@ -63,7 +78,15 @@ static double milliseconds_now(void) {
 
 static bool check(const main_options *o, char *message, size_t capacity) {
     const char *wrong = NULL;
-    if (o->prompt != NULL && o->file != NULL) {
+    if (o->session != NULL && o->session[0] == 0) {
+        wrong = "--session needs the name of a file";
+    } else if (o->session != NULL && o->shared.stats_json != NULL && strcmp(o->session, o->shared.stats_json) == 0) {
+        wrong = "--session and --stats-json name the same file";
+    } else if (o->draft_lookup && o->draft_model != NULL) {
+        wrong = "give --draft-lookup or --draft-model, not both";
+    } else if (o->draft_max > 0 && !o->draft_lookup && o->draft_model == NULL) {
+        wrong = "--draft-max needs --draft-lookup or --draft-model";
+    } else if (o->prompt != NULL && o->file != NULL) {
         wrong = "give the prompt with -p or with -f, not both";
     } else if (o->prompt == NULL && o->file == NULL && !o->conversation) {
         wrong = "there is nothing to go on from; give a prompt with -p or -f, or chat with -cnv";
@@ -107,12 +130,15 @@ static char *copy_text(const char *text, bool escape, size_t *out_n) {
 typedef struct texts {
     char *prompt, *system_prompt, *grammar; /* NULL where not given */
     size_t n_prompt;
+    int32_t *tokens; /* of the prompt, where it is no chat */
+    size_t n_tokens;
 } texts;
 
 static void texts_free(texts *t) {
     free(t->prompt);
     free(t->system_prompt);
     free(t->grammar);
+    dt_free(t->tokens);
 }
 
 static dt_status texts_read(const main_options *o, texts *out, dt_error *error) {
@@ -171,24 +197,67 @@ static dt_status describe_eviction(const main_options *o, const dt_model *model,
     return DT_OK;
 }
 
-static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
-    int32_t *tokens = NULL;
-    size_t n = 0;
-    dt_status status = dt_tokenize(run->model, t->prompt, t->n_prompt, true, true, &tokens, &n, error);
-    if (status == DT_OK && n == 0 && dt_token_start(run->model) >= 0) {
-        tokens[n++] = dt_token_start(run->model);
+/* ---- the session file --------------------------------------------------------------------------- */
+
+/* Loads it where it is there. */
+static dt_status load_session(const main_options *o, dt_run *run, dt_error *error) {
+    struct stat info;
+    if (o->session == NULL || (stat(o->session, &info) != 0 && errno == ENOENT)) {
+        return DT_OK;
     }
-    if (status == DT_OK && n == 0) {
+    const double begun = milliseconds_now();
+    const dt_status status = dt_session_load(run->session, NULL, o->session, error);
+    if (status == DT_OK) {
+        size_t n = 0;
+        dt_session_tokens(run->session, &n);
+        dt_report(DT_LOG_INFO, "session: %s: %zu tokens loaded in %.1f ms", o->session, n, milliseconds_now() - begun);
+    }
+    return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
+}
+
+/* What was computed, also when the run was interrupted or failed. chat may be NULL. */
+static dt_status save_session(const main_options *o, const dt_run *run, const dt_chat *chat, dt_error *error) {
+    size_t n = 0;
+    dt_session_tokens(run->session, &n);
+    if (o->session == NULL || n == 0) {
+        return DT_OK;
+    }
+    const double begun = milliseconds_now();
+    dt_status status = chat != NULL ? dt_chat_note(chat, error) : dt_session_set_note(run->session, NULL, 0, error);
+    if (status == DT_OK) {
+        status = dt_session_save(run->session, run->sampler, o->session, error);
+    }
+    if (status == DT_OK) {
+        dt_report(DT_LOG_INFO, "session: %s: %zu tokens saved in %.1f ms", o->session, n, milliseconds_now() - begun);
+    }
+    return status;
+}
+
+/* The prompt's tokens. *out_n is 0 where there is nothing to begin from. */
+static dt_status tokenize_prompt(const dt_model *model, const texts *t, int32_t **out, size_t *out_n, dt_error *error) {
+    const dt_status status = dt_tokenize(model, t->prompt, t->n_prompt, true, true, out, out_n, error);
+    if (status == DT_OK && *out_n == 0 && dt_token_start(model) >= 0) {
+        (*out)[(*out_n)++] = dt_token_start(model);
+    }
+    return status;
+}
+
+static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
+    dt_status status = DT_OK;
+    if (t->n_tokens == 0) {
         dt_report(DT_LOG_ERROR, "the prompt is empty and this model has no start token to begin from; give it some text");
         *out_exit = 2;
-    } else if (status == DT_OK) {
-        if (o->display_prompt) {
-            dt_output_write(&run->output, t->prompt, t->n_prompt);
-        }
-        status = dt_run_reply(run, tokens, n, error);
+        return DT_OK;
     }
-    dt_free(tokens);
-    return status;
+    if (o->display_prompt) {
+        dt_output_write(&run->output, t->prompt, t->n_prompt);
+    }
+    if (o->session != NULL) { /* that it will not fit on the disk is told before the work, not after it */
+        const int64_t n_total = (int64_t)t->n_tokens + (o->n_predict > 0 ? o->n_predict : 0);
+        status = dt_session_check_save(run->session, o->session, n_total, error);
+        *out_exit = status != DT_OK ? fail(status, error, true) : 0;
+    }
+    return status == DT_OK ? dt_run_reply(run, t->tokens, t->n_tokens, error) : status;
 }
 
 /* Timings to the log, numbers to the file. */
@@ -210,10 +279,17 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
     dt_error error = {0}, error_of_numbers = {0};
     dt_chat *chat = NULL;
     dt_status status = dt_run_begin(run, &error), status_of_numbers = DT_OK;
+    if (status == DT_OK) {
+        status = load_session(o, run, &error);
+    }
     if (status == DT_OK && o->conversation) {
         status = dt_chat_new(run, o->chat_template, t->system_prompt, &chat, &error);
     }
+    if (status == DT_OK && chat != NULL) {
+        status = dt_chat_resume(chat, t->system_prompt, &error);
+    }
     if (status != DT_OK) {
+        dt_chat_free(chat);
         return fail(status, &error, true);
     }
     if (run->sampling.temp > 0) {
@@ -222,35 +298,72 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
     int exit_code = 0;
     status =
         chat != NULL ? dt_chat_loop(chat, t->n_prompt > 0 ? t->prompt : NULL, &error) : complete(o, run, t, &exit_code, &error);
-    dt_chat_free(chat);
     if (exit_code != 0) {
+        dt_chat_free(chat);
         return exit_code;
     }
+    dt_error error_of_saving = {0};
+    const dt_status status_of_saving = save_session(o, run, chat, &error_of_saving);
+    dt_chat_free(chat);
     if (status == DT_OK || run->n_generated > 0) { /* a run that fails late has numbers too */
         status_of_numbers = tell_numbers(o, run, stats, load_ms, &error_of_numbers);
     }
+    if (status_of_saving != DT_OK) { /* told even where something else failed before: it loses the conversation */
+        exit_code = fail(status_of_saving, &error_of_saving, false);
+    }
     return status != DT_OK              ? fail(status, &error, false)
            : status_of_numbers != DT_OK ? fail(status_of_numbers, &error_of_numbers, false)
-                                        : 0;
+                                        : exit_code;
 }
 
-static int with_model(const main_options *o, const texts *t, dt_model *model, dt_stats_file *stats, double begun) {
+/* ---- drafts ------------------------------------------------------------------------------------- */
+
+static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_model, dt_error *error) {
+    const int32_t most = o->draft_max > 0 ? (int32_t)o->draft_max : 8;
+    if (o->draft_lookup) {
+        return dt_draft_from_lookup(most, &run->draft, error);
+    }
+    if (o->draft_model == NULL) {
+        return DT_OK;
+    }
+    dt_shared_options plain = o->shared; /* the draft model sees all of the conversation, as far as its own context goes */
+    plain.kv_type = plain.prefill = plain.n_ctx = plain.kv_memory = 0;
+    dt_session_params params;
+    dt_shared_options_session(&plain, &params);
+    dt_status status = dt_model_open(o->draft_model, NULL, out_model, error);
+    if (status == DT_OK) {
+        status = dt_draft_from_model(run->model, *out_model, &params, most, &run->draft, error);
+    }
+    return status;
+}
+
+static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats_file *stats, double begun) {
     dt_error error = {0};
     if (!dt_model_get_info(model)->has_tokenizer) {
         dt_report(DT_LOG_ERROR, "%s has no tokenizer, so it can't read a text; use a GGUF file that contains one", o->shared.model);
         return 1;
     }
     dt_eviction *eviction = NULL;
+    dt_model *draft_model = NULL;
     dt_session_params params;
     dt_run run = {.model = model, .n_predict = o->n_predict};
     dt_status status = dt_shared_options_eviction(&o->shared, model, &eviction, &error);
     if (status == DT_OK) {
         status = describe_eviction(o, model, eviction, &error);
     }
+    if (status == DT_OK && !o->conversation) {
+        status = tokenize_prompt(model, t, &t->tokens, &t->n_tokens, &error);
+    }
     if (status == DT_OK) {
         dt_shared_options_session(&o->shared, &params);
         params.eviction = eviction;
+        if (t->n_tokens > 0 && o->n_predict >= 0 && (int64_t)t->n_tokens + o->n_predict < INT32_MAX) {
+            params.n_expected = (int32_t)((int64_t)t->n_tokens + o->n_predict);
+        }
         status = dt_session_new(model, &params, &run.session, &error);
+    }
+    if (status == DT_OK) {
+        status = open_draft(o, &run, &draft_model, &error);
     }
     int exit_code = status == DT_OK ? 0 : fail(status, &error, true);
     if (exit_code == 0) {
@@ -258,6 +371,8 @@ static int with_model(const main_options *o, const texts *t, dt_model *model, dt
         exit_code = generate(o, t, &run, stats, milliseconds_now() - begun);
     }
     dt_run_end(&run);
+    dt_draft_free(run.draft);
+    dt_model_close(draft_model);
     dt_session_free(run.session);
     dt_eviction_free(eviction);
     return exit_code;
@@ -270,8 +385,15 @@ static int run_all(const main_options *o) {
     dt_model *model = NULL;
     dt_status status = texts_read(o, &t, &error);
     if (status == DT_OK && o->shared.stats_json != NULL) {
-        const char *const inputs[] = {o->shared.model, o->file, o->shared.eviction_config, o->shared.grammar_file};
+        const char *const inputs[] = {o->shared.model,        o->file,    o->shared.eviction_config,
+                                      o->shared.grammar_file, o->session, o->draft_model};
         status = dt_stats_file_open(o->shared.stats_json, inputs, sizeof inputs / sizeof inputs[0], &stats, &error);
+    }
+    if (status == DT_OK && o->session != NULL) {
+        status = dt_session_check_save(NULL, o->session, 0, &error);
+    }
+    if (status == DT_OK && o->draft_model != NULL) {
+        status = dt_check_same_vocabulary(o->shared.model, o->draft_model, &error);
     }
     const double begun = milliseconds_now();
     int exit_code = 0;

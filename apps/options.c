@@ -26,6 +26,8 @@ static const dt_option model_rows[] = {
     {"-c, --ctx-size, --context-length", "N", DT_OPTION_INT, AT(n_ctx), 0, INT32_MAX,
      "longest conversation in tokens (0: the model's own)"},
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
+    {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
+     "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit)"},
     {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni", DT_OPTION_CHOICE, AT(kernel), 0, 0,
      "attention kernel, for tests and comparisons (auto)"},
 };
@@ -151,6 +153,30 @@ bool dt_parse_number(const char *text, double *out) {
     return true;
 }
 
+bool dt_parse_size(const char *text, int64_t *out) {
+    static const char units[] = "KMGT";
+    char digits[32];
+    const size_t n = strlen(text);
+    if (n == 0 || n >= sizeof digits) {
+        return false;
+    }
+    memcpy(digits, text, n + 1);
+    const char last = (char)(text[n - 1] & ~32); /* in upper case */
+    const char *unit = text[n - 1] >= 'A' ? strchr(units, last) : NULL;
+    double number = 0, scale = 1;
+    if (unit != NULL) {
+        digits[n - 1] = 0;
+        for (const char *u = units; u <= unit; u++) {
+            scale *= 1024;
+        }
+    }
+    if (!dt_parse_number(digits, &number) || !(number * scale >= 1) || number * scale > 9e15) {
+        return false;
+    }
+    *out = (int64_t)(number * scale);
+    return true;
+}
+
 /* ---- parser ------------------------------------------------------------------------------------- */
 
 /* Copies the next of "a, b" (or "a|b") to out and returns what follows it, NULL at the end. */
@@ -261,6 +287,9 @@ static bool set_value(const dt_option *option, const char *name, const char *tex
     case DT_OPTION_CHOICE:
         return set_choice(option, text, member) ||
                refuse(message, capacity, "%s must be one of %s, not '%.60s'", name, option->value, text);
+    case DT_OPTION_SIZE:
+        return dt_parse_size(text, member) ||
+               refuse(message, capacity, "%s needs a size such as 512M or 2G, not '%.60s'", name, text);
     case DT_OPTION_INT:
         if (!dt_parse_int(text, &whole)) {
             return refuse(message, capacity, "%s needs a whole number, not '%.60s'", name, text);
@@ -410,6 +439,7 @@ void dt_shared_options_session(const dt_shared_options *o, dt_session_params *ou
         .kv_type = o->kv_type == 0 ? DT_KV_F16 : DT_KV_INT8,
         .prefill = o->prefill == 0 ? DT_PREFILL_FULL : DT_PREFILL_STREAMING,
         .kernel = kernels[o->kernel],
+        .kv_memory = (uint64_t)o->kv_memory,
     };
 }
 

@@ -16,6 +16,7 @@ typedef enum dt_option_kind {
     DT_OPTION_OFF,    /* bool */
     DT_OPTION_INT,    /* int64_t */
     DT_OPTION_NUMBER, /* double */
+    DT_OPTION_SIZE,   /* int64_t, bytes: "800K", "1.5G" */
     DT_OPTION_TEXT,   /* const char *, points into argv */
     DT_OPTION_CHOICE  /* int64_t, index into the words of `value` */
 } dt_option_kind;
@@ -40,6 +41,7 @@ typedef struct dt_shared_options {
     const char *model;
     int64_t n_threads, n_threads_batch, n_batch, n_ctx;
     int64_t kv_type, prefill, kernel; /* choices */
+    int64_t kv_memory;                /* bytes; 0: not given */
     /* eviction */
     bool eviction;
     const char *eviction_config, *eviction_preset;
@@ -67,6 +69,8 @@ void dt_options_help(FILE *file, const dt_option_group *const *groups, size_t n_
 /* Whole-string numbers, with a point whatever the locale. False when `text` is none or doesn't fit. */
 bool dt_parse_int(const char *text, int64_t *out);
 bool dt_parse_number(const char *text, double *out);
+/* Bytes, or a number with K, M, G or T behind it (times 1024...), above 0. */
+bool dt_parse_size(const char *text, int64_t *out);
 
 /* Flags that don't go together: false with a sentence. */
 bool dt_shared_options_check(const dt_shared_options *options, char *message, size_t capacity);

@@ -186,7 +186,7 @@ static dt_status read_and_generate(dt_run *run, const int32_t *tokens, size_t n,
     }
     *out_asked = true;
     dt_generate_result result = {0};
-    status = dt_generate(run->session, run->sampler, run->n_predict, on_token, run, &result, error);
+    status = dt_generate_drafted(run->session, run->sampler, run->draft, run->n_predict, on_token, run, &result, error);
     dt_report_progress_end();
     run->n_accepted += run->n_generated - run->reply_first;
     run->context_full = result.why == DT_STOP_CONTEXT;

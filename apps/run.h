@@ -35,6 +35,7 @@ typedef struct dt_run {
     dt_session *session;
     dt_sampler_params sampling;
     dt_sampler *sampler;
+    dt_draft *draft; /* NULL = none; not owned */
     int64_t n_predict;
     dt_output output;
     int64_t prompt_tokens, reused_tokens; /* over all replies */
@@ -46,7 +47,7 @@ typedef struct dt_run {
     bool context_full; /* the last reply ended for lack of room */
 } dt_run;
 
-/* run->model, session, sampling and n_predict are set. */
+/* run->model, session, sampling, n_predict and, where wanted, draft are set. */
 dt_status dt_run_begin(dt_run *run, dt_error *error);
 void dt_run_end(dt_run *run);
 /* Makes the conversation tokens[n] and generates after it. */

@@ -53,10 +53,8 @@ typedef struct dt_error {
     char message[1024]; /* one sentence, no newline at its end */
 } dt_error;
 
-/* The constant name of a status ("DT_ERR_IO"). Never NULL. */
-const char *dt_status_name(dt_status status);
-/* Frees memory that a dt_ function allocated for the caller. */
-void dt_free(void *memory);
+const char *dt_status_name(dt_status status); /* "DT_ERR_IO"; never NULL */
+void dt_free(void *memory);                   /* what a dt_ function allocated for the caller */
 
 /* ---- log ---------------------------------------------------------------------------------------- */
 
@@ -125,8 +123,7 @@ dt_status dt_tokenize(const dt_model *model, const char *text, size_t n_bytes, b
 size_t dt_token_bytes(const dt_model *model, int32_t token, bool special, char *buffer, size_t capacity);
 /* True for every token that ends generation (end of text, end of turn...). */
 bool dt_token_is_end(const dt_model *model, int32_t token);
-/* The start token, or -1. */
-int32_t dt_token_start(const dt_model *model);
+int32_t dt_token_start(const dt_model *model); /* or -1 */
 
 typedef struct dt_chat_message {
     const char *role; /* "system", "user", "assistant" */
@@ -180,8 +177,7 @@ dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_evic
 dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,
                                 dt_error *error);
 void dt_eviction_free(dt_eviction *eviction);
-/* What the settings are from, for the log: "preset docqa", "config eviction.json". */
-const char *dt_eviction_name(const dt_eviction *eviction);
+const char *dt_eviction_name(const dt_eviction *eviction); /* for the log: "preset docqa", "config eviction.json" */
 /* Overrides max and/or min for every layer that evicts; 0 (max) or -1 (min) = leave. */
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error);
 /* The "TLC: layers a-b ..." lines, joined by newlines. Free with dt_free. */
@@ -209,6 +205,8 @@ typedef struct dt_session_params {
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
+    uint64_t kv_memory; /* bytes the cache never exceeds; 0 = no limit. Settings give way (docs/memory.md), or DT_ERR_LIMIT */
+    int32_t n_expected; /* the most tokens the conversation will have, for kv_memory; 0 = n_ctx */
 } dt_session_params;
 
 /* Called between prefill chunks and decode steps; returning false cancels (DT_ERR_CANCELLED, the session stays usable). */
@@ -235,46 +233,56 @@ typedef struct dt_session_stats {
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */
     double prefill_ms, decode_ms;                                           /* eviction included */
     double eviction_ms, attention_ms;
+    int64_t draft_proposed, draft_accepted; /* tokens */
 } dt_session_stats;
 
-/* Threads that 0 stands for. */
-int32_t dt_default_threads(void);
+int32_t dt_default_threads(void); /* what 0 threads stands for */
 dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error);
 void dt_session_free(dt_session *session);
 /* A second session with the same conversation, logits included; cached keys and values are shared until either side changes them.
  * It goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at once. Scores are those
  * that `from` collected: a policy that needs them where `from` had none is DT_ERR_ARGUMENT. */
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error);
-/* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is
- * still whole, or rebuilds. Afterwards dt_session_logits are those after the last token. progress, result, error may be
- * NULL. On failure the session holds the tokens that were computed so far. */
+/* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is still
+ * whole, or rebuilds. progress and result may be NULL. On failure the session holds the tokens that were computed so far. */
 dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
                           dt_sync_result *result, dt_error *error);
-/* One decode step: appends `token`. probability: how likely it was when sampled (weights its attention in the importance
- * score); 1 where unknown. */
+/* One decode step: appends `token`. probability: how likely it was when sampled (weights its attention in scores); 1 = unknown. */
 dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error);
 /* Called with logits[n_vocab], those after the i-th of the scored tokens. Returning false stops. */
 typedef bool (*dt_logits_fn)(size_t i, const float *logits, void *user);
 /* Appends a known text, with the logits after each of its tokens. Evicts as decoding it token by token would; where nothing can be
  * evicted it computes many tokens at once. Stopped by fn it is DT_ERR_CANCELLED, with more tokens appended than fn saw. */
 dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n, dt_logits_fn fn, void *user, dt_error *error);
-/* For benchmarks: n made-up tokens with random keys and values instead of computed ones, evicted as real ones would be. The session
- * must be new. There are no logits until a token is appended. */
+/* For benchmarks: n made-up tokens with random keys and values, evicted as real ones would be, in a new session. No logits yet. */
 dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error);
 /* logits[n_vocab] after the last token; NULL before the first. Valid until the next call on the session. */
 const float *dt_session_logits(const dt_session *session);
-/* The tokens so far, *out_n of them. */
-const int32_t *dt_session_tokens(const dt_session *session, size_t *out_n);
+const int32_t *dt_session_tokens(const dt_session *session, size_t *out_n); /* the tokens so far, *out_n of them */
 void dt_session_get_stats(const dt_session *session, dt_session_stats *out);
 dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, dt_layer_stats *out);
 /* Original positions of the tokens that lane (layer, kv_head) keeps, ascending. *out: free with dt_free. */
 dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
                                     dt_error *error);
-/* Checks the whole structure of the cache (tests call it after every step). */
-dt_status dt_session_check(const dt_session *session, dt_error *error);
+dt_status dt_session_check(const dt_session *session, dt_error *error); /* the whole structure of the cache; for tests */
 
-/* Called for every token that belongs to the output; end tokens are not reported. Returning false stops generation after this
- * token. */
+/* ---- sessions on disk (docs/session-format.md) -------------------------------------------------- */
+
+/* Replaces `path` as a whole, so that a killed save loses nothing. sampler (may be NULL): its place in its random numbers is kept. */
+dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, const char *path, dt_error *error);
+/* Makes the session what it was when saved, under its own settings (budgets, threads). sampler (may be NULL): goes to where the saved
+ * one was, if one was saved, and knows the session's tokens. Refused, with nothing changed: files of another model, cache type or
+ * version, or longer than the context (DT_ERR_ARGUMENT), cut short or altered ones (DT_ERR_FORMAT), missing ones (DT_ERR_IO). */
+dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error);
+/* Whether a session of n_tokens could be saved at `path`, as far as can be known before. session NULL: looks at the place only. */
+dt_status dt_session_check_save(const dt_session *session, const char *path, int64_t n_tokens, dt_error *error);
+/* Bytes of the application's own that are saved and loaded with the session, such as a chat's messages; copied. */
+dt_status dt_session_set_note(dt_session *session, const void *bytes, size_t n, dt_error *error);
+const void *dt_session_note(const dt_session *session, size_t *out_n);
+
+/* ---- generation --------------------------------------------------------------------------------- */
+
+/* Called for every token of the output, end tokens excepted. Returning false stops after this token. */
 typedef bool (*dt_token_fn)(int32_t token, void *user);
 
 typedef struct dt_generate_result {
@@ -282,10 +290,26 @@ typedef struct dt_generate_result {
     enum { DT_STOP_LENGTH, DT_STOP_END, DT_STOP_CALLER, DT_STOP_CONTEXT } why;
 } dt_generate_result;
 
-/* Samples up to n_predict tokens (-1: until an end token) after what sync left. The last token sampled (an end token included) is
- * not computed: whoever goes on gives it to dt_session_sync together with what follows. */
+/* Samples up to n_predict tokens (-1: until an end token) after what sync left. The last one sampled (an end token included) is not
+ * computed: whoever goes on gives it to dt_session_sync together with what follows. */
 dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
                       dt_generate_result *result, dt_error *error);
+
+typedef struct dt_draft dt_draft; /* guesses the next tokens (speculative decoding); one per session; free with dt_draft_free */
+
+/* Guesses what followed the last tokens where they stood before in the context (prompt lookup decoding, Saxena 2023). */
+dt_status dt_draft_from_lookup(int32_t max_tokens, dt_draft **out, dt_error *error);
+/* Lets a smaller model guess, in a session made with `params` (may be NULL); it must outlive the draft. Another vocabulary is
+ * DT_ERR_ARGUMENT naming the first token that differs. */
+dt_status dt_draft_from_model(const dt_model *target, const dt_model *model, const dt_session_params *params, int32_t max_tokens,
+                              dt_draft **out, dt_error *error);
+void dt_draft_free(dt_draft *draft);
+/* The same check on files, before any weights are loaded. */
+dt_status dt_check_same_vocabulary(const char *path, const char *draft_path, dt_error *error);
+/* dt_generate with guesses (draft may be NULL), which are computed along and kept where the sampler draws the same. The tokens are
+ * those of dt_generate, up to rounding; eviction and scores see only what was kept. */
+dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft *draft, int64_t n_predict, dt_token_fn on_token,
+                              void *user, dt_generate_result *result, dt_error *error);
 
 #ifdef __cplusplus
 }

@@ -30,7 +30,7 @@ STATS_FIELDS = {
     "model": str, "arch": str, "n_layers": int, "threads": int, "kernel": str, "device": str, "prompt_tokens": int,
     "prefill_ms": float, "prefill_tps": float, "generated_tokens": int, "decode_ms": float, "decode_tps": float,
     "load_ms": float, "reused_tokens": int, "kv_bytes": int, "kv_bytes_peak": int, "kv_bytes_full": int,
-    "rss_bytes_peak": int, "eviction": dict, "layers": list, "generated_token_ids": list,
+    "rss_bytes_peak": int, "eviction": dict, "draft": dict, "layers": list, "generated_token_ids": list,
 }
 
 
@@ -73,7 +73,7 @@ def test_help_and_version():
     assert result.returncode == 0 and result.stderr == b""
     for flag in ("--cache-eviction", "--eviction-config", "--stats-json", "--ctx-size", "--context-length", "one final newline"):
         assert flag in " ".join(text.split())
-    for later in ("--draft", "--session", "--kv-memory", "--memory-slots", "--device"):
+    for later in ("--memory-slots", "--device"):
         assert later not in text
     for line in text.splitlines():
         assert len(line) <= 80 and line == line.rstrip(), line
@@ -94,9 +94,13 @@ def test_help_and_version():
     (["--nonsense-flag"], "no flag --nonsense-flag; --help lists all"),
     (["--prefill", "streaming"], "need --cache-eviction"),
     (["--stats-json", "-"], "needs a file"),
-    (["--draft-max", "4"], "there is no flag --draft-max"),
-    (["--session", "s.bin"], "there is no flag --session"),
-    (["--kv-memory", "2G"], "there is no flag --kv-memory"),
+    (["--draft-max", "4"], "--draft-max needs"),
+    (["--draft-max", "0", "--draft-lookup"], "between 1"),
+    (["--draft-lookup", "--draft-model", "d.gguf"], "not both"),
+    (["--session", ""], "--session needs the name"),
+    (["--kv-memory", "2X"], "--kv-memory needs a size"),
+    (["--kv-memory", "0"], "--kv-memory needs a size"),
+    (["--kv-memory", "-1M"], "--kv-memory needs a size"),
     (["--device", "cuda"], "there is no flag --device"),
     (["-n"], "-n needs a value"),
     (["text without flag"], "is no flag"),

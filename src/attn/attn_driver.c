@@ -729,25 +729,8 @@ static void observe_kept(const dt_attn_job *job, const thread_scratch *thread, i
     }
 }
 
-/* mass[n] = max(mass, exp(s - max) * factor), through a piece of stack that score_mass adds to. */
-static void score_peak(const dt_attn_ops *ops, float *mass, float *s, int32_t n, const dt_attn_terms *terms, float max,
-                       float factor) {
-    enum { PIECE = 256 };
-    float piece[PIECE];
-    for (int32_t from = 0; from < n; from += PIECE) {
-        const int32_t n_piece = DT_MIN(PIECE, n - from);
-        dt_attn_terms piece_terms = *terms;
-        piece_terms.k_scale = terms->k_scale == NULL ? NULL : terms->k_scale + from;
-        piece_terms.add = terms->add == NULL ? NULL : terms->add + from;
-        memset(piece, 0, sizeof piece);
-        ops->score_mass(piece, s + from, n_piece, &piece_terms, max, factor);
-        for (int32_t i = 0; i < n_piece; i++) {
-            mass[from + i] = DT_MAX(mass[from + i], piece[i]);
-        }
-    }
-}
-
-/* Scores once more: only few of many queries are observed. */
+/* Scores once more: only few of many queries are observed. By the same steps as above, so that a query's mass does not depend on
+ * how many were computed together. */
 static void observe_again(const dt_attn_job *job, const thread_scratch *thread, int32_t lane, int32_t begin, int32_t end) {
     const attn_plan *plan = plan_of(job);
     const dt_attn_lane *l = &job->lanes[lane];
@@ -773,13 +756,18 @@ static void observe_again(const dt_attn_job *job, const thread_scratch *thread, 
                 if (job->mass_row[query] >= 0) {
                     float *mass =
                         l->mass + (size_t)job->mass_row[query] * job->mass_stride + plan->span_base[plan->first_span[lane] + span];
+                    float *s = thread->s + (size_t)r * plan->s_stride, *factor = thread->factor_part, sum;
                     terms.add = query_mask(job, thread, &view, query);
-                    float *scores = thread->s + (size_t)r * plan->s_stride;
                     const int32_t n_visible = visible_entries(&view, query);
-                    if (job->mass_peak) {
-                        score_peak(plan->ops, mass, scores, n_visible, &terms, plan->row_max[row], plan->row_inverse[row]);
-                    } else {
-                        plan->ops->score_mass(mass, scores, n_visible, &terms, plan->row_max[row], plan->row_inverse[row]);
+                    const float max = plan->ops->weights(s, n_visible, view.n_total, &terms, NULL, NULL, &sum);
+                    factor[0] = max == -INFINITY ? -INFINITY : max - plan->row_max[row];
+                    plan->ops->exponentials(factor, DT_KV_GROUP);
+                    factor[0] *= plan->row_inverse[row];
+                    if (!job->mass_peak) {
+                        plan->ops->add_mass(mass, s, plan->s_stride, factor, 1, view.n_total);
+                    }
+                    for (int32_t i = 0; job->mass_peak && i < view.n_total; i++) {
+                        mass[i] = DT_MAX(mass[i], s[i] * factor[0]);
                     }
                 }
             }

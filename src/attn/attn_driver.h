@@ -67,8 +67,6 @@ typedef struct dt_attn_ops {
     /* ---- observe: any n ---- */
     /* mass[i] += sum over rows of w[row * w_stride + i] * factor[row] */
     void (*add_mass)(float *mass, const float *w, size_t w_stride, const float *factor, int32_t n_rows, int32_t n);
-    /* Like weights with a known maximum: mass[n] += exp(s - max) * factor. */
-    void (*score_mass)(float *mass, float *s, int32_t n, const dt_attn_terms *terms, float max, float factor);
 } dt_attn_ops;
 
 /* Jobs with up to so many rows per lane go by span, always with the operations above; larger ones go by tile. */

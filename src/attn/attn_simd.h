@@ -286,24 +286,6 @@ static float simd_weights(float *s, int32_t n_visible, int32_t n_total, const dt
     return max;
 }
 
-static void simd_score_mass(float *mass, float *s, int32_t n, const dt_attn_terms *terms, float max, float factor) {
-    if (max == -INFINITY) {
-        return;
-    }
-    simd_finish_scores(s, n, terms);
-    const vf shift = v_set1(max), f = v_set1(factor);
-    int32_t i = 0;
-    for (; i + W <= n; i += W) {
-        v_store(mass + i, v_fma(simd_exp(v_sub(v_load(s + i), shift)), f, v_load(mass + i)));
-    }
-    if (i < n) {
-        v_store(s + i, simd_exp(v_sub(v_load(s + i), shift)));
-        for (; i < n; i++) {
-            mass[i] += s[i] * factor;
-        }
-    }
-}
-
 static void simd_add_mass(float *mass, const float *w, size_t w_stride, const float *factor, int32_t n_rows, int32_t n) {
     int32_t i = 0;
     for (; i + W <= n; i += W) {
@@ -446,7 +428,6 @@ static void simd_merge(float *o, float a, const float *add, float b, int32_t n) 
         .score_block = DT_SIMD_SCORE_ROWS, .clean = simd_clean, .to_f16 = simd_to_f16, .to_int8 = simd_to_int8,                    \
         .convert_keys = simd_convert_keys, .scores = simd_scores, .weights = simd_weights, .convert_values = simd_convert_values,  \
         .values = simd_values, .exponentials = simd_exponentials, .merge = simd_merge, .add_mass = simd_add_mass,                  \
-        .score_mass = simd_score_mass,                                                                                             \
     }
 
 #endif

@@ -2,7 +2,7 @@
  * The counted allocator: every byte of cache and scratch goes through here.
  *
  * Invariants: `bytes` equals what callers asked for and have not freed; `bytes_peak` is the highest value it ever had; a failed
- * allocation changes no counter. With fail_after >= 0 a test makes one allocation, and all later ones, fail.
+ * allocation changes no counter, but may have moved the peak. With fail_after >= 0 a test makes one allocation, and all later ones, fail.
  */
 #include "base/base.h"
 
@@ -15,6 +15,7 @@ void dt_memory_init(dt_memory *memory) {
     atomic_init(&memory->bytes, 0);
     atomic_init(&memory->bytes_peak, 0);
     atomic_init(&memory->fail_after, -1);
+    memory->limit = 0;
 }
 
 static bool may_allocate(dt_memory *memory) {
@@ -27,20 +28,28 @@ static bool may_allocate(dt_memory *memory) {
     return left < 0;
 }
 
-static void count(dt_memory *memory, size_t bytes) {
-    const size_t now = atomic_fetch_add(&memory->bytes, bytes) + bytes;
+/* Counts the bytes before they are allocated, so that threads cannot exceed the limit together. */
+static bool count(dt_memory *memory, size_t bytes) {
+    size_t before = atomic_load(&memory->bytes);
+    do {
+        if (memory->limit > 0 && (before > memory->limit || bytes > memory->limit - before)) {
+            return false;
+        }
+    } while (!atomic_compare_exchange_weak(&memory->bytes, &before, before + bytes));
+    const size_t now = before + bytes;
     size_t peak = atomic_load(&memory->bytes_peak);
     while (now > peak && !atomic_compare_exchange_weak(&memory->bytes_peak, &peak, now)) {
     }
+    return true;
 }
 
 void *dt_memory_alloc(dt_memory *memory, size_t bytes) {
-    if (bytes > SIZE_MAX - DT_MEMORY_ALIGNMENT || !may_allocate(memory)) {
+    if (bytes > SIZE_MAX - DT_MEMORY_ALIGNMENT || !may_allocate(memory) || !count(memory, bytes)) {
         return NULL;
     }
     void *pointer = aligned_alloc(DT_MEMORY_ALIGNMENT, DT_ROUND_UP(bytes, (size_t)DT_MEMORY_ALIGNMENT));
-    if (pointer != NULL) {
-        count(memory, bytes);
+    if (pointer == NULL) {
+        atomic_fetch_sub(&memory->bytes, bytes);
     }
     return pointer;
 }

@@ -12,8 +12,11 @@ struct dt_model {
     dt_decoder *decoder;
     dt_vocab *vocab; /* NULL: the file has no tokenizer */
     dt_model_info info;
+    uint64_t fingerprint; /* dt_gguf_fingerprint */
 };
 
+/* DT_ERR_ARGUMENT naming the first token that is not the same in both. */
+dt_status dt_model_same_vocabulary(const dt_model *model, const dt_model *other, dt_error *error);
 /* The model a session runs on. */
 const dt_model *dt_session_model(const dt_session *session);
 /* Its cache, for tests that compare with masked references. */

@@ -1,50 +1,139 @@
 /*
- * The generation loop: sample, report, append. One loop for every program.
- * Invariant: the token sampled last is reported but not computed, so nothing is computed in vain.
+ * The generation loop: sample, report, compute. One loop for every program, with and without drafts.
+ *
+ * Drafts (speculative decoding; Leviathan et al. 2023, Chen et al. 2023): the token sampled last is computed together with guesses of
+ * what follows it. The sampler then draws from the logits after each token as it would have without; a guess is kept when it is what
+ * was drawn. A guess is one definite token, and for such a proposal this is rejection sampling: token x is kept with its probability
+ * p(x), and when it is not, what was drawn comes from p without x. So the distribution is that of plain decoding, and even the tokens
+ * are, since the random numbers are used in the same order.
+ *
+ * Invariants: the token sampled last is reported but not computed, so nothing is computed in vain; a draft never reaches beyond the
+ * next eviction round, so rounds come at the same tokens as without drafts.
  */
-#include "engine/engine.h"
+#include "engine/draft.h"
+#include "engine/session.h"
 
-dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
-                      dt_generate_result *result, dt_error *error) {
+typedef struct generation {
+    dt_session *session;
+    dt_sampler *sampler;
+    int64_t n_predict;
+    dt_token_fn on_token;
+    void *user;
+    dt_generate_result *result;
+    dt_error *error;
+    bool done;
+    int32_t token; /* sampled last */
+    float probability;
+} generation;
+
+/* Samples a token and reports it. */
+static dt_status take(generation *g, const float *logits) {
+    dt_status status = dt_sampler_sample(g->sampler, logits, &g->token, &g->probability, g->error);
+    if (status == DT_OK) {
+        status = dt_sampler_accept(g->sampler, g->token, true, g->error);
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    g->done = true;
+    if (dt_token_is_end(dt_session_model(g->session), g->token)) {
+        g->result->why = DT_STOP_END;
+        return DT_OK;
+    }
+    g->result->n_tokens++;
+    if (g->on_token && !g->on_token(g->token, g->user)) {
+        g->result->why = DT_STOP_CALLER;
+    } else if (g->result->n_tokens != g->n_predict) {
+        g->done = false;
+    }
+    return DT_OK;
+}
+
+/* Guesses what follows the sampled token; batch[0] is that token. *out_n: tokens of the batch. room: tokens that still fit. */
+static dt_status guess(generation *g, dt_draft *draft, int64_t room, int32_t batch[DT_DRAFT_MAX_TOKENS + 1], int32_t *out_n) {
+    dt_session *s = g->session;
+    batch[0] = g->token;
+    *out_n = 1;
+    int64_t most = DT_MIN(room, (int64_t)dt_session_tokens_to_round(s)) - 1;
+    if (g->n_predict > 0) {
+        most = DT_MIN(most, g->n_predict - g->result->n_tokens - 1);
+    }
+    if (draft == NULL || most <= 0) {
+        return DT_OK;
+    }
+    dt_status status = dt_session_reserve_tokens(s, 1, g->error);
+    if (status == DT_OK) {
+        const int64_t start = dt_clock_us();
+        int32_t n = 0;
+        s->tokens[s->n_tokens] = g->token; /* behind the conversation: the guess needs it in one piece */
+        status = dt_draft_propose(draft, s->tokens, s->n_tokens + 1, (int32_t)DT_MIN(most, DT_DRAFT_MAX_TOKENS), batch + 1, &n,
+                                  g->error);
+        *out_n = 1 + n;
+        s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+    }
+    return status;
+}
+
+/* Computes batch[n], n > 1, and samples after each of its tokens until a guess turns out wrong. */
+static dt_status verify(generation *g, dt_draft *draft, const int32_t *batch, int32_t n) {
+    float probabilities[DT_DRAFT_MAX_TOKENS + 1];
+    const float *logits = NULL;
+    dt_status status = dt_session_draft(g->session, batch, n, &logits, g->error);
+    if (status != DT_OK) {
+        return status;
+    }
+    const size_t n_vocab = (size_t)dt_session_model(g->session)->info.n_vocab;
+    int32_t n_keep = 0;
+    bool right = true;
+    while (status == DT_OK && !g->done && right && n_keep < n) {
+        probabilities[n_keep] = g->probability;
+        status = take(g, logits + (size_t)n_keep * n_vocab);
+        n_keep++;
+        right = n_keep < n && g->token == batch[n_keep];
+    }
+    dt_draft_learn(draft, n - 1, n_keep - 1);
+    const dt_status kept = dt_session_keep(g->session, n_keep, probabilities, g->error);
+    return status != DT_OK ? status : kept;
+}
+
+dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft *draft, int64_t n_predict, dt_token_fn on_token,
+                              void *user, dt_generate_result *result, dt_error *error) {
     dt_generate_result local;
     result = result ? result : &local;
     *result = (dt_generate_result){.n_tokens = 0, .why = DT_STOP_LENGTH};
     if (!dt_session_logits(session)) {
         return dt_fail(error, DT_ERR_ARGUMENT, "there is nothing to continue; give the session a text first");
     }
-    dt_session_stats stats;
-    dt_session_get_stats(session, &stats);
-    int64_t room = (int64_t)stats.n_ctx - stats.n_tokens; /* tokens that can still be computed */
-    while (n_predict < 0 || result->n_tokens < n_predict) {
-        int32_t token;
-        float probability;
-        dt_status status = dt_sampler_sample(sampler, dt_session_logits(session), &token, &probability, error);
-        if (status == DT_OK) {
-            status = dt_sampler_accept(sampler, token, true, error);
-        }
-        if (status != DT_OK) {
-            return status;
-        }
-        if (dt_token_is_end(dt_session_model(session), token)) {
-            result->why = DT_STOP_END;
-            return DT_OK;
-        }
-        result->n_tokens++;
-        if (on_token && !on_token(token, user)) {
-            result->why = DT_STOP_CALLER;
-            return DT_OK;
-        }
-        if (result->n_tokens == n_predict) {
-            break;
-        }
-        if (room-- == 0) {
+    if (n_predict == 0) {
+        return DT_OK;
+    }
+    generation g = {.session = session,
+                    .sampler = sampler,
+                    .n_predict = n_predict,
+                    .on_token = on_token,
+                    .user = user,
+                    .result = result,
+                    .error = error};
+    dt_status status = take(&g, dt_session_logits(session));
+    while (status == DT_OK && !g.done) {
+        const int64_t room = (int64_t)session->max_tokens - session->n_tokens;
+        if (room == 0) {
             result->why = DT_STOP_CONTEXT;
             return DT_OK;
         }
-        status = dt_session_append(session, token, probability, error);
-        if (status != DT_OK) {
-            return status;
+        int32_t batch[DT_DRAFT_MAX_TOKENS + 1], n = 1;
+        status = guess(&g, draft, room, batch, &n);
+        if (status == DT_OK && n > 1) {
+            status = verify(&g, draft, batch, n);
+        } else if (status == DT_OK) {
+            status = dt_session_append(session, g.token, g.probability, error);
+            status = status == DT_OK ? take(&g, dt_session_logits(session)) : status;
         }
     }
-    return DT_OK;
+    return status;
+}
+
+dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
+                      dt_generate_result *result, dt_error *error) {
+    return dt_generate_drafted(session, sampler, NULL, n_predict, on_token, user, result, error);
 }

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+static pthread_once_t logs_once = PTHREAD_ONCE_INIT;
+
 static dt_status open_vocabulary(dt_model *model, const char *path, dt_error *error) {
     bool has_tokenizer = false;
     dt_status status = dt_gguf_check_vocabulary(model->gguf, &has_tokenizer, error);
@@ -50,7 +52,6 @@ static dt_status fill_info(dt_model *model, dt_error *error) {
 }
 
 dt_status dt_model_open(const char *path, const dt_model_params *params, dt_model **out, dt_error *error) {
-    static pthread_once_t logs_once = PTHREAD_ONCE_INIT;
     pthread_once(&logs_once, dt_text_route_logs);
     const dt_model_params defaults = {0};
     params = params ? params : &defaults;
@@ -75,6 +76,9 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
     if (status == DT_OK) {
         status = fill_info(model, error);
     }
+    if (status == DT_OK) {
+        status = dt_gguf_fingerprint(model->gguf, &model->fingerprint, error);
+    }
     if (status != DT_OK) {
         dt_model_close(model);
         return status;
@@ -94,6 +98,91 @@ void dt_model_close(dt_model *model) {
 }
 
 const dt_model_info *dt_model_get_info(const dt_model *model) { return &model->info; }
+
+/* ---- vocabularies ---- */
+
+/* A token's text for a message, quoted, with what can't be printed left out. */
+static const char *show_token(const dt_vocab *vocab, int32_t token, char *out, size_t capacity) {
+    if (token >= dt_vocab_size(vocab)) {
+        return "missing";
+    }
+    char bytes[48];
+    const size_t n = DT_MIN(dt_vocab_token_bytes(vocab, token, true, bytes, sizeof bytes), sizeof bytes);
+    size_t used = 0;
+    out[used++] = '"';
+    for (size_t i = 0; i < n && used + 2 < capacity; i++) {
+        out[used++] = bytes[i] >= ' ' && bytes[i] <= '~' ? bytes[i] : '?';
+    }
+    out[used++] = '"';
+    out[used] = 0;
+    return out;
+}
+
+static bool same_token(const dt_vocab *a, const dt_vocab *b, int32_t token) {
+    char text_a[512], text_b[512];
+    const size_t n_a = dt_vocab_token_bytes(a, token, true, text_a, sizeof text_a);
+    const size_t n_b = dt_vocab_token_bytes(b, token, true, text_b, sizeof text_b);
+    return n_a == n_b && memcmp(text_a, text_b, DT_MIN(n_a, sizeof text_a)) == 0 &&
+           dt_vocab_is_end(a, token) == dt_vocab_is_end(b, token);
+}
+
+static dt_status compare_vocabularies(const dt_vocab *a, const dt_vocab *b, const char *name_a, const char *name_b,
+                                      dt_error *error) {
+    const int32_t n_a = dt_vocab_size(a), n_b = dt_vocab_size(b);
+    int32_t token = 0;
+    while (token < DT_MIN(n_a, n_b) && same_token(a, b, token)) {
+        token++;
+    }
+    if (token == n_a && token == n_b) {
+        return DT_OK;
+    }
+    char shown_a[64], shown_b[64];
+    return dt_fail(
+        error, DT_ERR_ARGUMENT,
+        "%s has another vocabulary than %s, so it can't draft for it: token %d is %s there and %s here; use a draft model of "
+        "the same family",
+        name_b, name_a, token, show_token(b, token, shown_b, sizeof shown_b), show_token(a, token, shown_a, sizeof shown_a));
+}
+
+dt_status dt_model_same_vocabulary(const dt_model *model, const dt_model *other, dt_error *error) {
+    if (model->info.n_vocab != other->info.n_vocab && (!model->vocab || !other->vocab)) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "%s has %d tokens and %s has %d", dt_gguf_path(other->gguf), other->info.n_vocab,
+                       dt_gguf_path(model->gguf), model->info.n_vocab);
+    }
+    if (!model->vocab || !other->vocab) {
+        return DT_OK; /* nothing else to compare */
+    }
+    return compare_vocabularies(model->vocab, other->vocab, dt_gguf_path(model->gguf), dt_gguf_path(other->gguf), error);
+}
+
+static dt_status read_vocabulary(const char *path, dt_vocab **out, dt_error *error) {
+    dt_gguf *gguf = NULL;
+    bool has_tokenizer = false;
+    dt_status status = dt_gguf_open(path, &gguf, error);
+    if (status == DT_OK) {
+        status = dt_gguf_check_vocabulary(gguf, &has_tokenizer, error);
+    }
+    if (status == DT_OK) {
+        status = has_tokenizer ? dt_vocab_open(path, out, error) : dt_fail(error, DT_ERR_TOKENIZER, "%s has no tokenizer", path);
+    }
+    dt_gguf_free(gguf);
+    return status;
+}
+
+dt_status dt_check_same_vocabulary(const char *path, const char *draft_path, dt_error *error) {
+    dt_vocab *a = NULL, *b = NULL;
+    pthread_once(&logs_once, dt_text_route_logs);
+    dt_status status = read_vocabulary(path, &a, error);
+    if (status == DT_OK) {
+        status = read_vocabulary(draft_path, &b, error);
+    }
+    if (status == DT_OK) {
+        status = compare_vocabularies(a, b, path, draft_path, error);
+    }
+    dt_vocab_free(a);
+    dt_vocab_free(b);
+    return status;
+}
 
 /* ---- text ---- */
 

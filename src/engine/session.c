@@ -6,47 +6,18 @@
  * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back.
  * A session and its forks count their cache's memory together, since they share blocks.
  */
-#include "engine/engine.h"
 #include "engine/eviction_config.h"
+#include "engine/kv_plan.h"
+#include "engine/session.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define DEFAULT_BATCH 512
-#define REPEAT_CHUNK 512 /* tokens that reconstruct repeats at a time */
-#define SCORE_BATCH 64   /* every row has logits there: [SCORE_BATCH][V] */
+#define SCORE_BATCH 64 /* every row has logits there: [SCORE_BATCH][V] */
 /* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
 #define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
 #define PROGRESS_INTERVAL_US 100000
-
-typedef struct shared_memory {
-    dt_memory memory;
-    atomic_int references;
-} shared_memory;
-
-struct dt_session {
-    const dt_model *model;
-    dt_session_params params; /* with defaults filled in */
-    const dt_attn_kernel *kernel;
-    shared_memory *kv_memory;
-    dt_memory work_memory;
-    dt_kv *kv;
-    dt_graph *graph;
-    int32_t *tokens; /* [token_capacity], grows */
-    int32_t n_tokens, token_capacity;
-    int32_t max_tokens;  /* longest conversation */
-    int32_t whole_from;  /* a rewind to at least this position is possible */
-    bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
-    int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
-    const float *logits; /* after the last token; NULL when not computed */
-    float *own_logits;   /* [V] where they had to be copied out of the graph; NULL until needed */
-    bool *observe_layer; /* [L] */
-    dt_session_stats stats;
-    /* the sync in progress */
-    dt_progress_fn progress;
-    void *progress_user;
-    int64_t progress_done, progress_total, progress_last_us;
-};
 
 /* ---- life ---- */
 
@@ -68,7 +39,7 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     dt_session_params *p = &s->params;
     const dt_model_info *info = dt_model_get_info(s->model);
     *p = params ? *params : defaults;
-    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0) {
+    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "context length, batch size and threads can't be negative");
     }
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
@@ -92,10 +63,10 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
 /* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
  * plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context does not
  * limit it. */
-static bool keeps_distances_short(const dt_session *s) {
-    bool is_short = s->params.eviction != NULL && s->params.prefill == DT_PREFILL_STREAMING;
+static bool keeps_distances_short(const dt_session *s, const dt_budget *budgets) {
+    bool is_short = s->params.prefill == DT_PREFILL_STREAMING;
     for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {
-        const dt_budget *b = dt_eviction_budget(s->params.eviction, i);
+        const dt_budget *b = &budgets[i];
         const int32_t window = s->model->info.windows[i];
         is_short = (window > 0 && window <= s->params.n_ctx) || (b->policy == &dt_policy_local_window && b->sink_tokens == 0 &&
                                                                  b->max_cache_size + s->params.n_batch <= s->params.n_ctx);
@@ -103,43 +74,42 @@ static bool keeps_distances_short(const dt_session *s) {
     return is_short;
 }
 
-static dt_status new_cache(dt_session *s, dt_error *error) {
-    const dt_hparams *hp = &s->model->decoder->hp;
-    dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
+static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *error) {
+    dt_kv_layer_params *layers = dt_kv_plan_layers(s->model, &s->params, budgets);
     if (!layers) {
-        return dt_fail_memory(error, (size_t)hp->n_layers * sizeof *layers, "the cache");
+        return dt_fail_memory(error, (size_t)s->model->info.n_layers * sizeof *layers, "the cache");
     }
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        layers[i].n_lanes = hp->n_kv_heads[i];
-        layers[i].window = hp->window[i];
-        dt_kv_format_init(&layers[i].format, s->params.kv_type, s->params.kv_type, hp->head_dim_k, hp->head_dim_v,
-                          s->params.kv_block_tokens);
-        if (s->params.eviction) {
-            layers[i].budget = *dt_eviction_budget(s->params.eviction, i);
-        }
-    }
-    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, hp->n_layers, &s->kv, error);
+    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
     free(layers);
     return status;
 }
 
-/* Layers that evict, by the settings; where there are none no layer does. */
-static dt_status set_budgets(dt_session *s, dt_error *error) {
+/* The cache, after settings and budgets were fitted into the memory that was granted. */
+static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *error) {
     const int32_t n_layers = s->model->info.n_layers;
     dt_budget *budgets = calloc((size_t)n_layers, sizeof *budgets);
     if (!budgets) {
         return dt_fail_memory(error, (size_t)n_layers * sizeof *budgets, "the cache");
     }
     const dt_eviction *eviction = s->params.eviction;
+    int32_t total = eviction ? dt_eviction_total(eviction) : 0;
     for (int32_t i = 0; eviction && i < n_layers; i++) {
         budgets[i] = *dt_eviction_budget(eviction, i);
     }
-    const dt_status status = dt_kv_set_budgets(s->kv, budgets, eviction ? dt_eviction_total(eviction) : 0, error);
+    s->params.eviction = NULL; /* the caller may free it after this */
+    dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, error);
+    if (status == DT_OK) {
+        s->max_tokens = eviction && keeps_distances_short(s, budgets) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
+        status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, budgets, error);
+    }
+    if (status == DT_OK) {
+        status = dt_kv_set_budgets(s->kv, budgets, total, error);
+    }
     free(budgets);
     return status;
 }
 
-static dt_status share_memory(dt_session *s, shared_memory *with, dt_error *error) {
+static dt_status share_memory(dt_session *s, dt_shared_memory *with, dt_error *error) {
     if (with) {
         atomic_fetch_add(&with->references, 1);
         s->kv_memory = with;
@@ -150,6 +120,7 @@ static dt_status share_memory(dt_session *s, shared_memory *with, dt_error *erro
         return dt_fail_memory(error, sizeof *s->kv_memory, "the session");
     }
     dt_memory_init(&s->kv_memory->memory);
+    s->kv_memory->memory.limit = (size_t)DT_MIN(s->params.kv_memory, (uint64_t)SIZE_MAX);
     atomic_init(&s->kv_memory->references, 1);
     return DT_OK;
 }
@@ -163,21 +134,16 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     }
     s->model = model;
     dt_memory_init(&s->work_memory);
-    dt_status status = share_memory(s, from ? from->kv_memory : NULL, error);
+    dt_status status = fill_defaults(s, params, error);
     if (status == DT_OK) {
-        status = fill_defaults(s, params, error);
+        status = share_memory(s, from ? from->kv_memory : NULL, error);
     }
     if (status == DT_OK) {
-        s->max_tokens = keeps_distances_short(s) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
         s->observe_layer = calloc((size_t)model->info.n_layers, sizeof *s->observe_layer);
         status = s->observe_layer ? DT_OK : dt_fail_memory(error, (size_t)model->info.n_layers, "the session");
     }
     if (status == DT_OK) {
-        status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, error);
-    }
-    if (status == DT_OK) {
-        status = set_budgets(s, error);
-        s->params.eviction = NULL; /* the caller may free it now */
+        status = make_cache(s, from, error);
     }
     if (status == DT_OK) {
         const dt_graph_params graph_params = {.kernel = s->kernel,
@@ -199,6 +165,8 @@ dt_status dt_session_new(const dt_model *model, const dt_session_params *params,
     return session_new(model, params, NULL, out, error);
 }
 
+static size_t token_bytes(const dt_session *s) { return (size_t)s->token_capacity * sizeof *s->tokens; }
+
 void dt_session_free(dt_session *session) {
     if (!session) {
         return;
@@ -209,8 +177,9 @@ void dt_session_free(dt_session *session) {
         free(session->kv_memory);
     }
     free(session->observe_layer);
+    dt_memory_free(&session->work_memory, session->tokens, token_bytes(session));
     free(session->own_logits);
-    free(session->tokens);
+    free(session->note);
     free(session);
 }
 
@@ -235,18 +204,19 @@ static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
         for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
-            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane), view.n_entries, n_observed, weight);
+            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, 0), view.n_entries, n_observed,
+                         weight);
         }
     }
 }
 
-static dt_status reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
+dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
     const int32_t n = s->n_tokens + n_more;
     if (n <= s->token_capacity) {
         return DT_OK;
     }
     const int32_t capacity = (int32_t)DT_MIN((int64_t)n + n / 2 + DEFAULT_BATCH, (int64_t)INT32_MAX);
-    int32_t *tokens = realloc(s->tokens, (size_t)capacity * sizeof *tokens);
+    int32_t *tokens = dt_memory_grow(&s->work_memory, s->tokens, token_bytes(s), (size_t)capacity * sizeof *tokens);
     if (!tokens) {
         return dt_fail_memory(error, (size_t)capacity * sizeof *tokens, "the tokens");
     }
@@ -259,7 +229,7 @@ static dt_status reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) 
  * before the next round. */
 static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_remaining, float weight,
                       dt_error *error) {
-    const dt_status reserved = reserve_tokens(s, n, error);
+    const dt_status reserved = dt_session_reserve_tokens(s, n, error);
     if (reserved != DT_OK) {
         return reserved;
     }
@@ -319,7 +289,7 @@ static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
         for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
-            const float *mass = dt_graph_mass(s->graph, i, lane);
+            const float *mass = dt_graph_mass(s->graph, i, lane, 0);
             float *peak = view.peak_mass + view.n_entries - (s->n_tokens - from);
             for (int32_t j = 0; j < to - from; j++) {
                 peak[j] = DT_MAX(peak[j], mass[j]);
@@ -336,7 +306,7 @@ static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
 static dt_status reconstruct(dt_session *s, dt_error *error) {
     dt_status status = s->logits && s->peaks_until < s->n_tokens ? copy_logits(s, s->logits, error) : DT_OK;
     while (status == DT_OK && s->peaks_until < s->n_tokens) {
-        const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, REPEAT_CHUNK);
+        const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));
         const dt_batch batch = {.tokens = s->tokens + from,
                                 .n = n,
                                 .first_position = s->n_tokens,
@@ -379,10 +349,86 @@ static dt_status evict(dt_session *s, dt_error *error) {
     return status;
 }
 
+/* ---- drafts ---- */
+
+static bool may_evict(const dt_session *s) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any = any || dt_kv_layer(s->kv, i)->budget.policy != NULL;
+    }
+    return any && s->params.evict != DT_EVICT_HELD && !s->evicted_once;
+}
+
+int32_t dt_session_tokens_to_round(const dt_session *s) {
+    int64_t most = INT32_MAX;
+    for (int32_t i = 0; may_evict(s) && i < s->model->info.n_layers; i++) {
+        const int64_t room = dt_kv_room(s->kv, i);
+        most = room < most ? room + 1 : most;
+    }
+    return (int32_t)DT_MAX(most, 1);
+}
+
+dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, const float **logits, dt_error *error) {
+    const int64_t start = dt_clock_us();
+    const dt_status reserved = dt_session_reserve_tokens(s, n, error);
+    if (reserved != DT_OK) {
+        return reserved;
+    }
+    const dt_batch batch = {.tokens = tokens,
+                            .n = n,
+                            .first_position = s->n_tokens,
+                            .n_outputs = n,
+                            .observe_layer = choose_observed(s, n, 0) ? s->observe_layer : NULL,
+                            .n_observed = n,
+                            .observe_apart = true};
+    s->logits = NULL;
+    const dt_status status = dt_graph_compute(s->graph, s->kv, &batch, logits, error);
+    if (status != DT_OK) {
+        dt_kv_commit(s->kv, 0);
+    } else {
+        memmove(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
+        s->draft_logits = *logits;
+        s->n_draft = n;
+    }
+    s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+    return status;
+}
+
+/* As fold_masses after each of the first n_keep tokens of the draft: with what the lane had then, where it was observed then. */
+static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            for (int32_t t = 0; t < n_keep; t++) {
+                if (dt_kv_exceeds(s->kv, i, (int64_t)t + 1 - s->n_draft + OBSERVE_AHEAD)) {
+                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, t),
+                                 view.n_entries - s->n_draft + t + 1, 1, dt_query_weight(probabilities[t]));
+                }
+            }
+        }
+    }
+}
+
+dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilities, dt_error *error) {
+    const int64_t start = dt_clock_us();
+    fold_kept(s, n_keep, probabilities);
+    dt_kv_commit(s->kv, n_keep);
+    s->n_tokens += n_keep;
+    s->logits = n_keep > 0 ? s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab : NULL;
+    s->stats.draft_proposed += s->n_draft - 1;
+    s->stats.draft_accepted += DT_MAX(n_keep - 1, 0);
+    s->stats.decode_tokens += n_keep;
+    s->n_draft = 0;
+    const dt_status status = evict(s, error);
+    s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+    return status;
+}
+
 /* ---- forks ---- */
 
 static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_error *error) {
-    const dt_status status = reserve_tokens(s, from->n_tokens, error);
+    const dt_status status = dt_session_reserve_tokens(s, from->n_tokens, error);
     if (status != DT_OK) {
         return status;
     }
@@ -439,6 +485,8 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
     if (position >= (size_t)s->whole_from) {
         const dt_status status = dt_kv_truncate(s->kv, (int32_t)position, error);
         if (status == DT_OK) {
+            dt_log(s->is_draft ? DT_LOG_DEBUG : DT_LOG_INFO, "session: rewound to token %zu of %d, %zu tokens reused", position,
+                   s->n_tokens, position);
             s->n_tokens = (int32_t)position;
             s->peaks_until = DT_MIN(s->peaks_until, s->n_tokens);
             result->how = DT_SYNC_REWOUND;
@@ -446,8 +494,8 @@ static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *resul
         return status;
     }
     dt_log(DT_LOG_INFO,
-           "the conversation changed at token %zu, before token %d, up to which the cache is no longer whole: computing it again "
-           "from the start",
+           "session: rebuilt, 0 tokens reused: the conversation changed at token %zu, before token %d, up to which the cache is no "
+           "longer whole",
            position, s->whole_from);
     dt_kv_clear(s->kv);
     s->n_tokens = 0;
@@ -504,6 +552,7 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
         status = rewind_to(s, keep, result, error);
     } else if (keep < n) {
         result->how = DT_SYNC_EXTENDED;
+        dt_log(DT_LOG_DEBUG, "session: extended by %zu tokens, %zu reused", n - keep, keep);
     }
     if (status != DT_OK) {
         return status;
@@ -540,14 +589,6 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
     return status;
 }
 
-static bool may_evict(const dt_session *s) {
-    bool any = false;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        any = any || dt_kv_layer(s->kv, i)->budget.policy != NULL;
-    }
-    return any && s->params.evict != DT_EVICT_HELD && !s->evicted_once;
-}
-
 dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n, dt_logits_fn fn, void *user, dt_error *error) {
     dt_session *s = session;
     if (n > (size_t)(s->max_tokens - s->n_tokens)) {
@@ -582,7 +623,7 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     dt_status status = DT_OK;
     while (status == DT_OK && s->n_tokens < n) {
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
-        status = reserve_tokens(s, chunk, error);
+        status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
             status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
         }

@@ -11,6 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define N_DRAFT_PLANS 6
+#define DRAFT_PLAN_TOKENS 32 /* most tokens of a batch for which a plan is kept beside others */
+
 typedef struct growing_buffer {
     void *data;
     size_t bytes;
@@ -24,9 +27,11 @@ struct dt_graph {
     struct ggml_threadpool *threadpool;
     ggml_backend_set_n_threads_t set_n_threads;
     void (*free_threadpool)(struct ggml_threadpool *);
-    dt_plan decode, chunk; /* one token; any other number */
-    dt_layer_op *ops;      /* [L] */
-    dt_attn_lane **lanes;  /* [L][G], into lane_storage */
+    dt_plan decode, chunk;         /* one token; any other number */
+    dt_plan drafts[N_DRAFT_PLANS]; /* a few tokens, with logits after each; the one not used for longest is rebuilt */
+    int64_t draft_plan_used[N_DRAFT_PLANS], n_draft_batches;
+    dt_layer_op *ops;     /* [L] */
+    dt_attn_lane **lanes; /* [L][G], into lane_storage */
     dt_attn_lane *lane_storage;
     size_t n_lanes;           /* over all layers */
     growing_buffer scratch;   /* attention's; layers run one after the other */
@@ -145,6 +150,9 @@ void dt_graph_free(dt_graph *graph) {
     }
     dt_plan_free(&graph->decode);
     dt_plan_free(&graph->chunk);
+    for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
+        dt_plan_free(&graph->drafts[i]);
+    }
     if (graph->backend) {
         ggml_backend_free(graph->backend);
     }
@@ -187,6 +195,7 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
     }
     return n;
 }
+static int32_t n_mass_rows(const dt_batch *batch) { return batch->observe_apart ? batch->n_observed : 1; }
 
 /* Points every lane at the cache's content and, in observed layers, at its row of the mass buffer. */
 static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *batch, int32_t max_entries, dt_error *error) {
@@ -195,9 +204,9 @@ static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *bat
     for (int32_t i = 0; batch->observe_layer && i < hp->n_layers; i++) {
         n_observed += batch->observe_layer[i] ? (size_t)hp->n_kv_heads[i] : 0;
     }
-    const size_t stride = mass_stride(max_entries);
+    const size_t lane_floats = mass_stride(max_entries) * (size_t)n_mass_rows(batch);
     if (n_observed > 0) {
-        const dt_status status = reserve(g, &g->mass, n_observed * stride * sizeof(float), "attention mass", error);
+        const dt_status status = reserve(g, &g->mass, n_observed * lane_floats * sizeof(float), "attention mass", error);
         if (status != DT_OK) {
             return status;
         }
@@ -225,7 +234,7 @@ static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *bat
                                                .n_entries = view.n_entries,
                                                .mass = observe ? mass : NULL,
                                                .value_norm = view.value_norm};
-            mass = observe ? mass + stride : mass;
+            mass = observe ? mass + lane_floats : mass;
             if (focused) {
                 dt_attn_lane *to = &g->lanes[i][lane];
                 to->spans = spans;
@@ -270,7 +279,7 @@ static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt
         .out_token_stride = io->out->nb[1] / f,
         .out_head_stride = (size_t)hp->head_dim_v,
         .mass_row = observe ? g->mass_rows.data : NULL,
-        .n_mass_rows = observe ? 1 : 0,
+        .n_mass_rows = observe ? n_mass_rows(batch) : 0,
         .mass_stride = stride,
         .mass_peak = batch->peak,
         .scratch = g->scratch.data,
@@ -306,7 +315,8 @@ static dt_status prepare_jobs(dt_graph *g, const dt_kv *kv, const dt_plan *plan,
     }
     int32_t *mass_rows = g->mass_rows.data, *positions = g->index.data;
     for (int32_t i = 0; i < batch->n; i++) {
-        mass_rows[i] = i >= batch->n - batch->n_observed ? 0 : -1;
+        const int32_t observed = i - (batch->n - batch->n_observed);
+        mass_rows[i] = observed < 0 ? -1 : batch->observe_apart ? observed : 0;
         positions[i] = batch->first_position + i;
     }
     for (int32_t i = 0; i < hp->n_layers; i++) {
@@ -335,15 +345,38 @@ static dt_status check_tokens(const dt_graph *g, const dt_batch *batch, dt_error
     return DT_OK;
 }
 
+static bool plan_fits(const dt_plan *plan, const dt_batch *batch) {
+    return plan->n_tokens == batch->n && plan->n_outputs == batch->n_outputs && plan->observe == (batch->observe_layer != NULL);
+}
+
+/* The plan for a batch, perhaps not built for it yet. Drafts change in length from step to step: for them several are kept. */
+static dt_plan *choose_plan(dt_graph *g, const dt_batch *batch) {
+    if (batch->n == 1) {
+        return &g->decode;
+    }
+    if (batch->n_outputs != batch->n || batch->n > DRAFT_PLAN_TOKENS) {
+        return &g->chunk;
+    }
+    int32_t best = 0;
+    for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
+        if (plan_fits(&g->drafts[i], batch)) {
+            best = i;
+            break;
+        }
+        best = g->draft_plan_used[i] < g->draft_plan_used[best] ? i : best;
+    }
+    g->draft_plan_used[best] = ++g->n_draft_batches;
+    return &g->drafts[best];
+}
+
 dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error) {
     dt_status status = check_tokens(graph, batch, error);
     if (status != DT_OK) {
         return status;
     }
-    const bool observe = batch->observe_layer != NULL;
-    dt_plan *plan = batch->n == 1 ? &graph->decode : &graph->chunk;
-    if (plan->n_tokens != batch->n || plan->n_outputs != batch->n_outputs || plan->observe != observe) {
-        status = dt_plan_build(plan, graph->decoder, graph->ops, batch->n, batch->n_outputs, observe, error);
+    dt_plan *plan = choose_plan(graph, batch);
+    if (!plan_fits(plan, batch)) {
+        status = dt_plan_build(plan, graph->decoder, graph->ops, batch->n, batch->n_outputs, batch->observe_layer != NULL, error);
     }
     if (status == DT_OK) {
         status = dt_kv_append(kv, batch->first_position, batch->n, error);
@@ -368,9 +401,10 @@ dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, co
     return DT_OK;
 }
 
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane) {
+const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row) {
     const dt_attn_lane *l = &graph->lanes[layer][lane];
-    return l->mass ? l->mass + graph->focus_column[l - graph->lane_storage] : NULL;
+    const size_t column = (size_t)graph->focus_column[l - graph->lane_storage];
+    return l->mass ? l->mass + (size_t)row * graph->ops[layer].job.mass_stride + column : NULL;
 }
 
 int64_t dt_graph_attention_us(const dt_graph *graph) {

@@ -35,8 +35,9 @@ typedef struct dt_batch {
     int32_t n, first_position;
     int32_t n_outputs;         /* logits wanted for the last n_outputs tokens, >= 1 */
     const bool *observe_layer; /* [L]: collect attention mass there; NULL = nowhere */
-    int32_t n_observed;        /* of the last n_observed queries, summed */
-    bool peak;                 /* the largest probability instead of the sum */
+    int32_t n_observed;        /* of the last n_observed queries */
+    bool observe_apart;        /* a row of mass for each of them; else one row, their sum */
+    bool peak;                 /* the largest probability of all instead of the sum */
     /* Where focus_from > 0, queries see of the cache only its first block, the focus = the committed entries from the
      * focus_from-last to before the focus_to-last (rounded outwards to blocks), and the batch itself. */
     int32_t focus_from, focus_to;
@@ -47,8 +48,9 @@ typedef struct dt_batch {
 dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error);
 
 /* Attention mass that the last batch's observed queries gave to each entry of a lane, or of its focus; entry order as in the cache
- * before it is committed. NULL where the layer was not observed. */
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane);
+ * before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where the layer was not
+ * observed. */
+const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row);
 
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
 int64_t dt_graph_attention_us(const dt_graph *graph);

@@ -9,6 +9,7 @@
  */
 #include "kv/kv_internal.h"
 
+#include <math.h>
 #include <string.h>
 
 /* ---- blocks ---- */
@@ -264,7 +265,8 @@ static dt_status check_params(const dt_kv_layer_params *layers, int32_t n_layers
 
 static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * sizeof *kv->layers; }
 /* lanes, then lane_max and keep */
-static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * (sizeof *kv->lanes + 2 * sizeof(int32_t)); }
+#define LANE_BYTES (sizeof(dt_kv_lane_state) + 2 * sizeof(int32_t))
+static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * LANE_BYTES; }
 
 static bool policy_needs_mass(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_mass; }
 static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
@@ -346,18 +348,26 @@ void dt_kv_free(dt_kv *kv) {
     dt_memory_free(kv->memory, kv, sizeof *kv);
 }
 
-dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
+dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) {
+    *out = NULL;
     dt_kv_layer_params *params = dt_memory_alloc(kv->memory, (size_t)kv->n_layers * sizeof *params);
     if (params == NULL) {
-        *out = NULL;
-        return dt_fail_memory(error, (size_t)kv->n_layers * sizeof *params, "a fork of the KV cache");
+        return dt_fail_memory(error, (size_t)kv->n_layers * sizeof *params, "another KV cache");
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         params[i] = kv->layers[i].params;
     }
-    dt_kv *fork = NULL;
-    const dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, &fork, error);
+    const dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, out, error);
     dt_memory_free(kv->memory, params, (size_t)kv->n_layers * sizeof *params);
+    if (status == DT_OK) {
+        (*out)->total_cache_size = kv->total_cache_size;
+    }
+    return status;
+}
+
+dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
+    dt_kv *fork = NULL;
+    const dt_status status = dt_kv_new_like(kv, &fork, error);
     *out = NULL;
     if (status != DT_OK) {
         return status;
@@ -386,7 +396,6 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
             }
         }
     }
-    fork->total_cache_size = kv->total_cache_size;
     fork->n_uncommitted = kv->n_uncommitted;
     fork->next_position = kv->next_position;
     fork->newest_dropped = kv->newest_dropped;
@@ -473,6 +482,15 @@ static void undo_reserve(dt_kv *kv) {
     }
 }
 
+/* No room for more tokens: the machine has none, or what was promised is used up. */
+static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, dt_error *error) {
+    if (kv->memory->limit > 0) {
+        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %.1f MiB is reached after %d tokens (--kv-memory)",
+                       (double)kv->memory->limit / 1048576.0, kv->next_position);
+    }
+    return dt_fail_memory(error, block_bytes(layer), "the KV cache");
+}
+
 dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error) {
     if (n < 0 || first_position < 0 || first_position > INT32_MAX - n) {
         return dt_fail(error, DT_ERR_LIMIT, "%d tokens from position %d on do not fit: positions go from 0 to %d", n,
@@ -487,7 +505,7 @@ dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *e
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             if (!lane_reserve(kv, layer, &layer->lanes[j], n)) {
                 undo_reserve(kv);
-                return dt_fail_memory(error, block_bytes(layer), "the KV cache");
+                return fail_growing(kv, layer, error);
             }
         }
     }
@@ -500,6 +518,27 @@ dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *e
     kv->next_position = first_position + n;
     return DT_OK;
 }
+
+dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer_index, int32_t lane_index, int32_t n, bool has_bias, dt_error *error) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    if (lane->n_entries > 0 || n < 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d, KV head %d is not empty", layer_index, lane_index);
+    }
+    bool done = lane_reserve(kv, layer, lane, n);
+    if (done && n > 0) {
+        lane_extend(layer, lane, 0, n);
+        done = !has_bias || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
+    }
+    return done ? DT_OK : fail_growing(kv, layer, error);
+}
+
+void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped) {
+    kv->next_position = next_position;
+    kv->newest_dropped = newest_dropped;
+}
+
+int32_t dt_kv_newest_dropped(const dt_kv *kv) { return kv->newest_dropped; }
 
 /* Takes the last n entries, uncommitted ones, back from every lane. */
 static void cut_uncommitted(dt_kv *kv, int32_t n) {
@@ -663,21 +702,35 @@ double dt_kv_mean_length(const dt_kv *kv, int32_t layer_index) {
 
 const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer) { return &kv->layers[layer].params; }
 
-bool dt_kv_exceeds(const dt_kv *kv, int32_t layer_index, int64_t n_more) {
-    const dt_kv_layer_state *layer = &kv->layers[layer_index];
-    if (layer->params.budget.policy == NULL) {
-        return false;
-    }
+double dt_kv_shared_length(const dt_kv *kv) {
     double total = 0;
-    for (int32_t i = 0; kv->total_cache_size > 0 && i < kv->n_layers; i++) {
-        total += kv->layers[i].params.budget.policy != NULL ? dt_kv_mean_length(kv, i) + (double)n_more : 0;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        total += kv->layers[i].params.budget.policy != NULL ? dt_kv_mean_length(kv, i) : 0;
     }
-    bool exceeds = total > kv->total_cache_size;
-    for (int32_t j = 0; j < layer->params.n_lanes && !exceeds; j++) {
-        exceeds = layer->lanes[j].n_entries + n_more > dt_budget_of_lane(&layer->params.budget, j).max_cache_size;
-    }
-    return exceeds;
+    return total;
 }
+
+int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    int64_t room = INT64_MAX;
+    if (layer->params.budget.policy == NULL) {
+        return room;
+    }
+    int32_t n_sharing = 0;
+    for (int32_t i = 0; kv->total_cache_size > 0 && i < kv->n_layers; i++) {
+        n_sharing += kv->layers[i].params.budget.policy != NULL;
+    }
+    if (n_sharing > 0) {
+        room = (int64_t)floor((kv->total_cache_size - dt_kv_shared_length(kv)) / n_sharing);
+    }
+    for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+        const int64_t max = dt_budget_of_lane(&layer->params.budget, j).max_cache_size;
+        room = DT_MIN(room, max - layer->lanes[j].n_entries);
+    }
+    return room;
+}
+
+bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more) { return n_more > dt_kv_room(kv, layer); }
 
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
     return kv->layers[layer].has_mass && policy_needs_mass(&kv->layers[layer].params.budget);
@@ -727,4 +780,27 @@ size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
         }
     }
     return bytes;
+}
+
+size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size) {
+    size_t bytes = sizeof(dt_kv) + (size_t)n_layers * sizeof(dt_kv_layer_state), arrays = 0, block = 0, scratch = 0, n_entries = 0;
+    int32_t n_lanes = 0;
+    for (int32_t i = 0; i < n_layers; i++) {
+        const dt_kv_layer_state layer = {.params = layers[i],
+                                         .has_mass = policy_needs_mass(&layers[i].budget),
+                                         .has_peak = policy_needs_peak(&layers[i].budget)};
+        const int32_t blocks = dt_kv_blocks(&layers[i].format, longest[i]);
+        const size_t lane_arrays = dt_kv_array_bytes(&layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), false);
+        bytes += (size_t)layers[i].n_lanes * (LANE_BYTES + (size_t)blocks * block_bytes(&layer) + lane_arrays);
+        n_lanes += layers[i].n_lanes;
+        n_entries += (size_t)layers[i].n_lanes * (size_t)longest[i];
+        arrays = DT_MAX(arrays, lane_arrays);       /* of one lane, twice while they are resized */
+        block = DT_MAX(block, block_bytes(&layer)); /* the spare one */
+        scratch =
+            DT_MAX(scratch, layers[i].budget.policy != NULL ? dt_kv_round_bytes(longest[i]) : (size_t)longest[i] * sizeof(int32_t));
+    }
+    if (total_cache_size > 0) {
+        scratch = DT_MAX(scratch, dt_kv_shared_bytes(n_lanes, n_entries));
+    }
+    return bytes + arrays + block + 2 * scratch; /* twice while it grows */
 }

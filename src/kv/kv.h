@@ -29,6 +29,8 @@ typedef struct dt_kv_layer_params {
 /* layers[n_layers] is copied. memory must outlive the cache. */
 dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t n_layers, dt_kv **out, dt_error *error);
 void dt_kv_free(dt_kv *kv);
+/* An empty cache with the same memory, formats and budgets. */
+dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error);
 
 /* Makes room for n more entries in every lane and adds them as uncommitted, positions [first_position, first_position + n);
  * their keys and values are to be written by the attention kernel's store, masses, norms and biases are 0. first_position must
@@ -66,7 +68,9 @@ dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry, 
 /* positions[n_entries] of a lane, in entry order. */
 void dt_kv_positions(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *positions);
 int32_t dt_kv_length(const dt_kv *kv, int32_t layer); /* longest lane */
-/* Whether a round would come in this layer if every lane grew by n_more entries. */
+/* Entries that every lane can grow by before a round comes in this layer; below 0: it is due. */
+int64_t dt_kv_room(const dt_kv *kv, int32_t layer);
+/* Whether one would come if every lane grew by n_more. */
 bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more);
 /* Most blocks that a lane of the layer has. */
 int32_t dt_kv_blocks_of(const dt_kv *kv, int32_t layer);
@@ -76,6 +80,40 @@ const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer);
 size_t dt_kv_bytes(const dt_kv *kv);
 /* dt_kv_bytes of a cache whose lanes all grew to n entries and never lost any. */
 size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
+
+/* The most bytes a cache ever has allocated whose lanes of layer i never exceed longest[i] entries: also in the middle of growing,
+ * of rounds and of cuts. Forks and biases come on top. */
+size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size);
+
+/* ---- plain columns, for files (plain.c) ---- */
+
+typedef enum dt_kv_column {
+    DT_KV_POSITIONS, /* int32 */
+    DT_KV_K_SCALES,  /* float, INT8 only */
+    DT_KV_V_SCALES,
+    DT_KV_RECENT_MASS, /* float, where dt_kv_layer_needs_mass */
+    DT_KV_TOTAL_MASS,
+    DT_KV_VALUE_NORM,
+    DT_KV_PEAK_MASS, /* float, where dt_kv_layer_needs_peak */
+    DT_KV_BIAS,      /* float, where the lane has biases */
+    DT_KV_KEYS,      /* [dim_k] halves or signed bytes */
+    DT_KV_VALUES,    /* [dim_v] likewise */
+    DT_KV_N_COLUMNS
+} dt_kv_column;
+
+/* Bytes of one entry in a column; 0: the format has no such column. */
+size_t dt_kv_column_bytes(const dt_kv_format *format, dt_kv_column column);
+/* Entries [first, first + n) of a column that is there. */
+void dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, int32_t first, int32_t n, void *out);
+/* Gives an empty lane n committed entries, whose columns are all to be put next. The cache is consistent once that is done for
+ * every lane and dt_kv_restore_end was called; after a failure it can only be cleared or freed. */
+dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer, int32_t lane, int32_t n, bool has_bias, dt_error *error);
+/* All entries of a column; false when a key or value is not finite. */
+bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, const void *in);
+/* Value norms from the values, for a layer that needs them where a file has none. */
+void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane);
+void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped);
+int32_t dt_kv_newest_dropped(const dt_kv *kv);
 
 /* ---- rounds (round.c) ---- */
 

@@ -59,6 +59,12 @@ static inline int32_t dt_kv_blocks(const dt_kv_format *format, int32_t n_entries
 int32_t dt_kv_capacity_blocks(int32_t n);
 /* Bytes of a lane's arrays. */
 size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias);
+/* Scratch that a round over a lane of n entries takes (round.c). */
+size_t dt_kv_round_bytes(int32_t n);
+/* And what sharing out a budget takes before it, over all entries of all lanes. */
+size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries);
+/* Mean lengths of the layers with a policy, summed. */
+double dt_kv_shared_length(const dt_kv *kv);
 /* At least `bytes` of scratch, valid until the next call; NULL on failure. */
 void *dt_kv_scratch(dt_kv *kv, size_t bytes);
 

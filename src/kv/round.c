@@ -19,6 +19,8 @@
 
 static size_t row_bytes(int32_t n) { return DT_ROUND_UP((size_t)n * sizeof(int32_t), (size_t)64); }
 
+size_t dt_kv_round_bytes(int32_t n) { return 2 * row_bytes(n) + dt_policy_scratch_bytes(n); }
+
 /* The lane as its policy sees it; positions is filled. */
 static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t *positions) {
     const dt_budget *budget = &kv->layers[layer].params.budget;
@@ -42,7 +44,7 @@ static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, i
 static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t n_keep, int32_t *n_evicted,
                             dt_round_result *result, dt_error *error) {
     const int32_t n_entries = kv->layers[layer].lanes[lane].n_entries;
-    const size_t row = row_bytes(n_entries), bytes = 2 * row + dt_policy_scratch_bytes(n_entries);
+    const size_t row = row_bytes(n_entries), bytes = dt_kv_round_bytes(n_entries);
     char *scratch = dt_kv_scratch(kv, bytes);
     if (scratch == NULL) {
         return dt_fail_memory(error, bytes, "choosing what to evict");
@@ -135,16 +137,19 @@ static void score_lane(const dt_kv *kv, int32_t layer, int32_t lane, int32_t nex
                          .weight = 1.0 / kv->layers[layer].params.n_lanes};
 }
 
+/* The lanes, all scores, and one lane's positions, which are no more than all. */
+size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries) {
+    return DT_ROUND_UP((size_t)n_lanes * sizeof(shared_lane), (size_t)64) + 2 * DT_ROUND_UP(n_entries * sizeof(float), (size_t)64);
+}
+
 static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, dt_error *error) {
     size_t n_scores = 0;
-    int32_t longest = 0;
     for (int32_t i = 0; i < kv->n_lanes; i++) {
         n_scores += (size_t)kv->lanes[i].n_entries;
-        longest = DT_MAX(longest, kv->lanes[i].n_entries);
     }
     const size_t lanes_bytes = DT_ROUND_UP((size_t)kv->n_lanes * sizeof(shared_lane), (size_t)64);
     const size_t scores_bytes = DT_ROUND_UP(n_scores * sizeof(float), (size_t)64);
-    const size_t bytes = lanes_bytes + scores_bytes + row_bytes(longest);
+    const size_t bytes = dt_kv_shared_bytes(kv->n_lanes, n_scores);
     char *memory = dt_kv_scratch(kv, bytes);
     if (memory == NULL) {
         return dt_fail_memory(error, bytes, "sharing out the KV cache");
@@ -166,14 +171,6 @@ static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, dt_
         }
     }
     return DT_OK;
-}
-
-static double shared_length(const dt_kv *kv) {
-    double total = 0;
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        total += kv->layers[i].params.budget.policy != NULL ? dt_kv_mean_length(kv, i) : 0;
-    }
-    return total;
 }
 
 /* ---- the round ---- */
@@ -203,7 +200,7 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
     if (status != DT_OK) {
         return status;
     }
-    if (total > 0 && shared_length(kv) > total) {
+    if (total > 0 && dt_kv_shared_length(kv) > total) {
         status = keep_shared(kv, next_position, exact ? total : floor(total - total / 16), error);
     } else {
         keep_own(kv, exact);

@@ -23,10 +23,13 @@
 #define STRIPE 16 /* independent running values, one vector register's worth */
 
 struct dt_sampler {
-    int32_t n_logits;     /* given at each call */
-    int32_t n_candidates; /* those that are tokens */
-    bool plain_greedy;    /* no penalty */
+    int32_t n_logits;         /* given at each call */
+    int32_t n_candidates;     /* those that are tokens */
+    bool plain_greedy;        /* no penalty */
+    dt_sampler_params params; /* of the chain */
+    int32_t n_ctx;
     uint32_t seed;
+    uint64_t n_draws; /* from the chain */
     dt_text_chain *chain;
     dt_text_grammar *grammar; /* may be NULL */
     int32_t *banned;          /* end tokens when ignored, and what the model's file forbids */
@@ -115,6 +118,9 @@ dt_status dt_text_sampler_new(const dt_vocab *vocab, int32_t n_vocab, int32_t n_
     sampler->n_candidates = vocab != NULL ? DT_MIN(n_vocab, dt_vocab_size(vocab)) : n_vocab;
     const bool penalty_off = params->repeat_penalty == 1.0f || params->repeat_last_n == 0;
     sampler->plain_greedy = params->temp <= 0.0f && penalty_off;
+    sampler->params = *params;
+    sampler->params.grammar = sampler->params.json_schema = NULL; /* the caller's memory, used only now */
+    sampler->n_ctx = n_ctx;
     sampler->seed = params->seed == DT_SEED_RANDOM ? draw_seed() : params->seed;
     status = collect_banned(sampler, vocab, params->ignore_end, error);
     if (status == DT_OK) {
@@ -143,6 +149,30 @@ void dt_sampler_free(dt_sampler *sampler) {
 }
 
 uint32_t dt_sampler_seed(const dt_sampler *sampler) { return sampler->seed; }
+
+dt_sampler_state dt_sampler_get_state(const dt_sampler *sampler) {
+    return (dt_sampler_state){.seed = sampler->seed, .n_draws = sampler->n_draws};
+}
+
+dt_status dt_sampler_set_state(dt_sampler *sampler, const dt_sampler_state *state, dt_error *error) {
+    dt_text_chain *chain = NULL;
+    dt_status status = dt_text_chain_new(sampler->n_logits, sampler->n_ctx, &sampler->params, state->seed, &chain, error);
+    /* each use of the chain takes one number off the stream, whatever there is to choose from */
+    for (uint64_t i = 0; i < state->n_draws && sampler->params.temp > 0.0f && status == DT_OK; i++) {
+        llama_token_data one = {0, 0.0f, 0.0f};
+        llama_token_data_array only = {&one, 1, -1, false};
+        status = dt_text_chain_apply(chain, &only, error);
+    }
+    if (status != DT_OK) {
+        dt_text_chain_free(chain);
+        return status;
+    }
+    dt_text_chain_free(sampler->chain);
+    sampler->chain = chain;
+    sampler->seed = state->seed;
+    sampler->n_draws = state->n_draws;
+    return DT_OK;
+}
 
 /* The largest of n numbers; false when one is NaN or +infinity. Written in stripes so that compilers use vectors. */
 static bool find_maximum(const float *x, int32_t n, float *out) {
@@ -253,6 +283,7 @@ static dt_status draw(dt_sampler *sampler, const float *logits, bool grammar_fir
                                      : "no token may be sampled: every one is forbidden or has probability zero");
     }
     list.size = allowed;
+    sampler->n_draws++;
     status = dt_text_chain_apply(sampler->chain, &list, error);
     if (status != DT_OK) {
         return status;

@@ -40,6 +40,14 @@ dt_status dt_vocab_chat_render(const dt_vocab *vocab, const char *template_name,
  * Logits beyond the vocabulary (padding rows) are never sampled. The vocabulary must outlive the sampler. */
 dt_status dt_text_sampler_new(const dt_vocab *vocab, int32_t n_vocab, int32_t n_ctx, const dt_sampler_params *params,
                               dt_sampler **out, dt_error *error);
+/* Where a sampler is in its stream of random numbers: what a session file keeps of it. */
+typedef struct dt_sampler_state {
+    uint32_t seed;
+    uint64_t n_draws; /* tokens drawn with that seed */
+} dt_sampler_state;
+dt_sampler_state dt_sampler_get_state(const dt_sampler *sampler);
+/* Goes there, and forgets the tokens the sampler was told of (dt_sampler_accept); a grammar stays where it is. */
+dt_status dt_sampler_set_state(dt_sampler *sampler, const dt_sampler_state *state, dt_error *error);
 /* Routes ggml's and libllama's log lines into dt_log. May be called any number of times. */
 void dt_text_route_logs(void);
 

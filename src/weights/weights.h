@@ -34,6 +34,9 @@ int64_t dt_gguf_array_length(const dt_gguf *gguf, const char *key);
 bool dt_gguf_has_key(const dt_gguf *gguf, const char *key);
 /* Shape of a tensor into ne[4] (1 beyond its dimensions); false when it is not there. */
 bool dt_gguf_tensor_shape(const dt_gguf *gguf, const char *name, int64_t ne[4]);
+/* Tells one model from another, a fine-tune of the same shape included: a hash of all metadata and of the first and last bytes of
+ * every tensor, over all parts. Not of their names. */
+dt_status dt_gguf_fingerprint(const dt_gguf *gguf, uint64_t *out, dt_error *error);
 /* Checks what libllama's vocabulary loader would abort on (duplicate tokens, arrays of unequal length, ids out of range...).
  * *has_tokenizer: false for a missing vocabulary or one of type "none". */
 dt_status dt_gguf_check_vocabulary(const dt_gguf *gguf, bool *has_tokenizer, dt_error *error);

@@ -79,10 +79,18 @@ static bool parse_value(tiny_model_params *m, const char *name, const char *valu
         const char *name;
         int32_t *out;
     } numbers[] = {
-        {"--layers", &m->n_layers},     {"--embd", &m->n_embd},       {"--heads", &m->n_heads},
-        {"--kv-heads", &m->n_kv_heads}, {"--head-dim", &m->head_dim}, {"--head-dim-v", &m->head_dim_v},
-        {"--ff", &m->n_ff},             {"--vocab", &m->n_vocab},     {"--ctx", &m->n_ctx},
-        {"--parts", &m->n_parts},       {"--window", &m->window},     {"--experts", &m->n_experts},
+        {"--layers", &m->n_layers},
+        {"--embd", &m->n_embd},
+        {"--heads", &m->n_heads},
+        {"--kv-heads", &m->n_kv_heads},
+        {"--head-dim", &m->head_dim},
+        {"--head-dim-v", &m->head_dim_v},
+        {"--ff", &m->n_ff},
+        {"--vocab", &m->n_vocab},
+        {"--ctx", &m->n_ctx},
+        {"--parts", &m->n_parts},
+        {"--window", &m->window},
+        {"--experts", &m->n_experts},
         {"--experts-used", &m->n_experts_used},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {

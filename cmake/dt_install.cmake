@@ -1,0 +1,54 @@
+# cmake --install: the programs (./main as `deeptutor`), and with -DDT_SHARED=ON the library for other programs: libdeeptutor, which
+# holds ggml and libllama inside and exports the functions of deeptutor.h only, that header, deeptutor.pc and a CMake package.
+include(GNUInstallDirs)
+
+foreach(entry IN LISTS DT_PROGRAMS_HERE)
+    string(REGEX REPLACE "=.*$" "" program "${entry}")
+    if(program STREQUAL "main")
+        install(PROGRAMS "$<TARGET_FILE:main>" DESTINATION "${CMAKE_INSTALL_BINDIR}" RENAME deeptutor)
+    else()
+        install(PROGRAMS "$<TARGET_FILE:${program}>" DESTINATION "${CMAKE_INSTALL_BINDIR}")
+    endif()
+endforeach()
+
+if(DT_SHARED)
+    # Functions are declared at the beginning of a line of the header.
+    file(STRINGS include/deeptutor.h declarations REGEX "^[a-z].*[ *]dt_[a-z0-9_]+\\(")
+    set(exported "")
+    foreach(line IN LISTS declarations)
+        if(NOT line MATCHES "^typedef" AND line MATCHES "[ *](dt_[a-z0-9_]+)\\(")
+            list(APPEND exported "${CMAKE_MATCH_1}")
+        endif()
+    endforeach()
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS include/deeptutor.h)
+
+    add_library(deeptutor_shared SHARED $<TARGET_OBJECTS:deeptutor>)
+    set_target_properties(deeptutor_shared PROPERTIES OUTPUT_NAME deeptutor EXPORT_NAME deeptutor LINKER_LANGUAGE CXX
+        VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
+    target_include_directories(deeptutor_shared INTERFACE
+        "$<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+    target_link_libraries(deeptutor_shared PRIVATE
+        "$<BUILD_INTERFACE:dt_options>" "$<BUILD_INTERFACE:dt_llama>" "$<BUILD_INTERFACE:dt::jansson>"
+        "$<BUILD_INTERFACE:Threads::Threads>" m)
+    if(APPLE)
+        list(TRANSFORM exported PREPEND "_" OUTPUT_VARIABLE names)
+        string(REPLACE ";" "\n" names "${names}")
+        file(WRITE "${CMAKE_BINARY_DIR}/deeptutor.symbols" "${names}\n")
+        target_link_options(deeptutor_shared PRIVATE "-Wl,-exported_symbols_list,${CMAKE_BINARY_DIR}/deeptutor.symbols")
+    else()
+        string(REPLACE ";" "; " names "${exported}")
+        file(WRITE "${CMAKE_BINARY_DIR}/deeptutor.symbols" "{ global: ${names}; local: *; };\n")
+        target_link_options(deeptutor_shared PRIVATE "-Wl,--version-script=${CMAKE_BINARY_DIR}/deeptutor.symbols")
+    endif()
+
+    include(CMakePackageConfigHelpers)
+    set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/deeptutor")
+    install(TARGETS deeptutor_shared EXPORT deeptutor-targets LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+    install(FILES include/deeptutor.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+    install(EXPORT deeptutor-targets NAMESPACE deeptutor:: FILE deeptutor-config.cmake DESTINATION "${package_dir}")
+    write_basic_package_version_file("${CMAKE_BINARY_DIR}/deeptutor-config-version.cmake" COMPATIBILITY SameMinorVersion)
+    install(FILES "${CMAKE_BINARY_DIR}/deeptutor-config-version.cmake" DESTINATION "${package_dir}")
+    file(RELATIVE_PATH DT_PC_TO_PREFIX "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/") # the installed tree may be moved
+    configure_file(cmake/deeptutor.pc.in "${CMAKE_BINARY_DIR}/deeptutor.pc" @ONLY)
+    install(FILES "${CMAKE_BINARY_DIR}/deeptutor.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+endif()

@@ -1,0 +1,209 @@
+"""DeepTutor from Python.
+
+    from deeptutor import Model, Session
+    model = Model("model.gguf")
+    session = Session(model, eviction="chat")
+    for piece in session.generate("The capital of France is", n_predict=32, temp=0):
+        print(piece, end="", flush=True)
+    print(session.stats["kv_bytes"])
+
+A session keeps what was computed: a prompt that goes on from the one before costs only what is new. Errors are `Error`, with the
+library's own sentence. A session is used by one thread at a time; a model may be shared.
+"""
+import codecs
+import ctypes
+import json
+import os
+
+from ._library import (Error, call, dt_chat_message, dt_model_params, dt_sampler_params, dt_session_params, dt_session_stats,
+                       dt_sync_result, lib, log_fn)
+
+__all__ = ["Error", "Model", "Session", "set_log"]
+_KV_TYPES = {"f16": 0, "int8": 1}
+_PREFILLS = {"full": 0, "streaming": 1}
+_SYNCS = ("nothing", "extended", "rewound", "rebuilt")
+_log = None  # the callback must outlive the library's use of it
+
+
+def set_log(function):
+    """function(level, line), level 0 (error) to 3 (debug); None = no log."""
+    global _log
+    _log = log_fn(lambda level, line, user: function(level, line.decode("utf-8", "replace"))) if function else log_fn()
+    lib.dt_log_set(_log, None)
+
+
+class Model:
+    """Weights and tokenizer of a GGUF file."""
+
+    def __init__(self, path, no_mmap=False):
+        self._handle = ctypes.c_void_p()
+        call("dt_model_open", os.fsencode(path), dt_model_params(no_mmap=no_mmap), ctypes.byref(self._handle))
+        info = lib.dt_model_get_info(self._handle).contents
+        self.info = {name: getattr(info, name) for name, _ in info._fields_ if name != "n_kv_heads"}
+        for name in ("architecture", "name", "weight_type"):
+            self.info[name] = self.info[name].decode("utf-8", "replace")
+        self.info["n_kv_heads"] = info.n_kv_heads[:info.n_layers]
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            lib.dt_model_close(self._handle)
+            self._handle = None
+
+    def tokenize(self, text, add_special=True, parse_special=True):
+        data = text.encode("utf-8", "surrogateescape")
+        out, n = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_size_t()
+        call("dt_tokenize", self._handle, data, len(data), add_special, parse_special, ctypes.byref(out), ctypes.byref(n))
+        tokens = out[:n.value]
+        lib.dt_free(out)
+        return tokens
+
+    def token_bytes(self, token, special=False):
+        buffer = ctypes.create_string_buffer(256)
+        n = lib.dt_token_bytes(self._handle, token, special, buffer, len(buffer))
+        if n > len(buffer):
+            buffer = ctypes.create_string_buffer(n)
+            lib.dt_token_bytes(self._handle, token, special, buffer, n)
+        return buffer.raw[:n]
+
+    def is_end(self, token):
+        return lib.dt_token_is_end(self._handle, token)
+
+    def render_chat(self, messages, template=None, add_assistant=True):
+        """messages: [{"role": ..., "content": ...}]; the text that the model's template makes of them."""
+        array = (dt_chat_message * len(messages))(*[(m["role"].encode(), m["content"].encode()) for m in messages])
+        out = ctypes.c_void_p()
+        call("dt_chat_render", self._handle, template.encode() if template else None, array, len(messages), add_assistant,
+             ctypes.byref(out))
+        text = ctypes.string_at(out).decode("utf-8", "replace")
+        lib.dt_free(out)
+        return text
+
+
+class _Sampler:
+    def __init__(self, model, **settings):
+        params = lib.dt_sampler_default_params()
+        for name, value in settings.items():
+            if name not in (field for field, _ in dt_sampler_params._fields_):
+                raise TypeError(f"there is no sampling setting {name}")
+            if value is not None:
+                setattr(params, name, value.encode() if isinstance(value, str) else value)
+        self.handle = ctypes.c_void_p()
+        call("dt_sampler_new", model._handle, ctypes.byref(params), ctypes.byref(self.handle))
+
+    def __del__(self):
+        if getattr(self, "handle", None):
+            lib.dt_sampler_free(self.handle)
+            self.handle = None
+
+
+class Session:
+    """One conversation with its KV cache.
+
+    eviction: None (nothing is evicted), a preset's name ("chat", "docqa", "code", "summary") or a dict as in docs/eviction-config.md;
+    max_cache_size and min_cache_size override it. kv_memory: bytes that the cache never exceeds.
+    """
+
+    def __init__(self, model, n_ctx=0, n_batch=0, threads=0, kv_type="f16", prefill="full", eviction=None, max_cache_size=0,
+                 min_cache_size=-1, kv_memory=0):
+        self.model = model
+        self.last_sync = None
+        self.seed = None
+        self._handle = ctypes.c_void_p()
+        settings = self._eviction(eviction, max_cache_size, min_cache_size)
+        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=threads, kv_type=_KV_TYPES[kv_type],
+                                   prefill=_PREFILLS[prefill], eviction=settings, kv_memory=kv_memory)
+        try:
+            call("dt_session_new", model._handle, ctypes.byref(params), ctypes.byref(self._handle))
+        finally:
+            lib.dt_eviction_free(settings)
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            lib.dt_session_free(self._handle)
+            self._handle = None
+
+    def _eviction(self, eviction, max_cache_size, min_cache_size):
+        if eviction is None:
+            return None
+        out = ctypes.c_void_p()
+        if isinstance(eviction, str):
+            call("dt_eviction_from_preset", self.model._handle, eviction.encode(), ctypes.byref(out))
+        else:
+            text = json.dumps(eviction).encode()
+            call("dt_eviction_from_text", self.model._handle, b"eviction", text, len(text), ctypes.byref(out))
+        if max_cache_size > 0 or min_cache_size >= 0:
+            try:
+                call("dt_eviction_override", out, max_cache_size, min_cache_size)
+            except Error:
+                lib.dt_eviction_free(out)
+                raise
+        return out
+
+    def sync(self, tokens):
+        """Makes the conversation equal to `tokens`, computing only what is new; says how and how much was reused."""
+        result = dt_sync_result()
+        array = (ctypes.c_int32 * len(tokens))(*tokens)
+        call("dt_session_sync", self._handle, array, len(tokens), None, None, ctypes.byref(result))
+        self.last_sync = {"how": _SYNCS[result.how], "reused_tokens": result.reused_tokens,
+                          "computed_tokens": result.computed_tokens, "prefill_ms": result.prefill_ms}
+        return self.last_sync
+
+    def generate_tokens(self, prompt, n_predict=-1, **sampling):
+        """Yields tokens after `prompt` (text or tokens) until an end token, n_predict of them, or the context's end.
+
+        sampling: temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, grammar, json_schema, ignore_end."""
+        tokens = self.model.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        sampler = _Sampler(self.model, **sampling)
+        self.seed = lib.dt_sampler_seed(sampler.handle)
+        for token in tokens:
+            call("dt_sampler_accept", sampler.handle, token, False)
+        self.sync(tokens)
+        token, probability, n = ctypes.c_int32(), ctypes.c_float(), 0
+        while n_predict < 0 or n < n_predict:
+            call("dt_sampler_sample", sampler.handle, lib.dt_session_logits(self._handle), ctypes.byref(token),
+                 ctypes.byref(probability))
+            call("dt_sampler_accept", sampler.handle, token.value, True)
+            if self.model.is_end(token.value):
+                return
+            n += 1
+            yield token.value
+            stats = self.stats
+            if n == n_predict or stats["n_tokens"] >= stats["n_ctx"]:
+                return  # the last token is not computed, as in dt_generate
+            call("dt_session_append", self._handle, token.value, probability.value)
+
+    def generate(self, prompt, n_predict=-1, **sampling):
+        """generate_tokens as text, in whole characters."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in self.generate_tokens(prompt, n_predict, **sampling):
+            piece = decoder.decode(self.model.token_bytes(token))
+            if piece:
+                yield piece
+        rest = decoder.decode(b"", True)
+        if rest:
+            yield rest
+
+    def logits(self):
+        """After the last token, a list of n_vocab floats; None before the first."""
+        pointer = lib.dt_session_logits(self._handle)
+        return pointer[:self.model.info["n_vocab"]] if pointer else None
+
+    @property
+    def tokens(self):
+        n = ctypes.c_size_t()
+        pointer = lib.dt_session_tokens(self._handle, ctypes.byref(n))
+        return pointer[:n.value] if n.value else []
+
+    @property
+    def stats(self):
+        stats = dt_session_stats()
+        lib.dt_session_get_stats(self._handle, ctypes.byref(stats))
+        numbers = {name: getattr(stats, name) for name, _ in stats._fields_}
+        numbers["kernel"] = numbers["kernel"].decode()
+        return numbers
+
+    def save(self, path):
+        call("dt_session_save", self._handle, None, os.fsencode(path))
+
+    def load(self, path):
+        call("dt_session_load", self._handle, None, os.fsencode(path))

@@ -1,0 +1,121 @@
+"""libdeeptutor through ctypes: the structs and functions of include/deeptutor.h that the package uses.
+
+Invariant: every struct here has the fields of its namesake in the header, in order; tests/test_package.py compares sizes and offsets
+with the compiler's.
+"""
+import ctypes
+import os
+import sys
+from ctypes import (CFUNCTYPE, POINTER, Structure, c_bool, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t,
+                    c_uint32, c_uint64, c_void_p)
+
+
+class Error(RuntimeError):
+    """What went wrong, in the library's own sentence; `status` is its name, "DT_ERR_IO"."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+class dt_error(Structure):
+    _fields_ = [("code", c_int), ("message", c_char * 1024)]
+
+
+class dt_model_params(Structure):
+    _fields_ = [("no_mmap", c_bool), ("no_extra_buffers", c_bool), ("no_tokenizer", c_bool)]
+
+
+class dt_model_info(Structure):
+    _fields_ = [("architecture", c_char_p), ("name", c_char_p), ("weight_type", c_char_p), ("n_layers", c_int32),
+                ("n_embd", c_int32), ("n_heads", c_int32), ("n_vocab", c_int32), ("n_ctx_train", c_int32),
+                ("head_dim_k", c_int32), ("head_dim_v", c_int32), ("n_kv_heads", POINTER(c_int32)), ("n_params", c_uint64),
+                ("weight_bytes", c_uint64), ("step_weight_bytes", c_uint64), ("has_tokenizer", c_bool),
+                ("has_chat_template", c_bool)]
+
+
+class dt_chat_message(Structure):
+    _fields_ = [("role", c_char_p), ("content", c_char_p)]
+
+
+class dt_sampler_params(Structure):
+    _fields_ = [("temp", c_float), ("top_k", c_int32), ("top_p", c_float), ("min_p", c_float), ("repeat_penalty", c_float),
+                ("repeat_last_n", c_int32), ("seed", c_uint32), ("grammar", c_char_p), ("json_schema", c_char_p),
+                ("ignore_end", c_bool)]
+
+
+class dt_session_params(Structure):
+    _fields_ = [("n_ctx", c_int32), ("n_batch", c_int32), ("n_threads", c_int32), ("n_threads_batch", c_int32), ("kv_type", c_int),
+                ("prefill", c_int), ("kernel", c_char_p), ("eviction", c_void_p), ("evict", c_int), ("kv_block_tokens", c_int32),
+                ("kv_memory", c_uint64), ("n_expected", c_int32)]
+
+
+class dt_sync_result(Structure):
+    _fields_ = [("how", c_int), ("reused_tokens", c_int64), ("computed_tokens", c_int64), ("prefill_ms", c_double)]
+
+
+class dt_session_stats(Structure):
+    _fields_ = [("kernel", c_char_p), ("n_tokens", c_int32), ("n_ctx", c_int32), ("n_threads", c_int32), ("kv_bytes", c_uint64),
+                ("kv_bytes_peak", c_uint64), ("kv_bytes_full", c_uint64), ("kv_step_bytes", c_uint64), ("prefill_tokens", c_int64),
+                ("decode_tokens", c_int64), ("eviction_rounds", c_int64), ("evicted_tokens", c_int64), ("prefill_ms", c_double),
+                ("decode_ms", c_double), ("eviction_ms", c_double), ("attention_ms", c_double), ("draft_proposed", c_int64),
+                ("draft_accepted", c_int64)]
+
+
+STRUCTS = (dt_error, dt_model_params, dt_model_info, dt_chat_message, dt_sampler_params, dt_session_params, dt_sync_result,
+           dt_session_stats)
+log_fn = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+tokens_p, out_p, error_p = POINTER(c_int32), POINTER(c_void_p), POINTER(dt_error)
+
+# name: (result, arguments). A result of c_int is a status; `call` turns it into an Error.
+FUNCTIONS = {
+    "dt_status_name": (c_char_p, [c_int]),
+    "dt_free": (None, [c_void_p]),
+    "dt_log_set": (None, [log_fn, c_void_p]),
+    "dt_model_open": (c_int, [c_char_p, POINTER(dt_model_params), out_p, error_p]),
+    "dt_model_close": (None, [c_void_p]),
+    "dt_model_get_info": (POINTER(dt_model_info), [c_void_p]),
+    "dt_tokenize": (c_int, [c_void_p, c_char_p, c_size_t, c_bool, c_bool, POINTER(tokens_p), POINTER(c_size_t), error_p]),
+    "dt_token_bytes": (c_size_t, [c_void_p, c_int32, c_bool, c_char_p, c_size_t]),
+    "dt_token_is_end": (c_bool, [c_void_p, c_int32]),
+    "dt_chat_render": (c_int, [c_void_p, c_char_p, POINTER(dt_chat_message), c_size_t, c_bool, POINTER(c_void_p), error_p]),
+    "dt_sampler_default_params": (dt_sampler_params, []),
+    "dt_sampler_new": (c_int, [c_void_p, POINTER(dt_sampler_params), out_p, error_p]),
+    "dt_sampler_free": (None, [c_void_p]),
+    "dt_sampler_seed": (c_uint32, [c_void_p]),
+    "dt_sampler_sample": (c_int, [c_void_p, POINTER(c_float), tokens_p, POINTER(c_float), error_p]),
+    "dt_sampler_accept": (c_int, [c_void_p, c_int32, c_bool, error_p]),
+    "dt_eviction_from_preset": (c_int, [c_void_p, c_char_p, out_p, error_p]),
+    "dt_eviction_from_text": (c_int, [c_void_p, c_char_p, c_char_p, c_size_t, out_p, error_p]),
+    "dt_eviction_override": (c_int, [c_void_p, c_int32, c_int32, error_p]),
+    "dt_eviction_free": (None, [c_void_p]),
+    "dt_session_new": (c_int, [c_void_p, POINTER(dt_session_params), out_p, error_p]),
+    "dt_session_free": (None, [c_void_p]),
+    "dt_session_sync": (c_int, [c_void_p, tokens_p, c_size_t, c_void_p, c_void_p, POINTER(dt_sync_result), error_p]),
+    "dt_session_append": (c_int, [c_void_p, c_int32, c_float, error_p]),
+    "dt_session_logits": (POINTER(c_float), [c_void_p]),
+    "dt_session_tokens": (tokens_p, [c_void_p, POINTER(c_size_t)]),
+    "dt_session_get_stats": (None, [c_void_p, POINTER(dt_session_stats)]),
+    "dt_session_save": (c_int, [c_void_p, c_void_p, c_char_p, error_p]),
+    "dt_session_load": (c_int, [c_void_p, c_void_p, c_char_p, error_p]),
+}
+
+
+def _load():
+    name = "libdeeptutor.dylib" if sys.platform == "darwin" else "libdeeptutor.so"
+    here = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+    library = ctypes.CDLL(os.environ.get("DT_LIBRARY") or (here if os.path.exists(here) else name))
+    for function, (result, arguments) in FUNCTIONS.items():
+        getattr(library, function).restype = result
+        getattr(library, function).argtypes = arguments
+    return library
+
+
+lib = _load()
+
+
+def call(name, *arguments):
+    """Calls a function that returns a status; its last argument, the error, is added here."""
+    error = dt_error()
+    if getattr(lib, name)(*arguments, ctypes.byref(error)) != 0:
+        raise Error(lib.dt_status_name(error.code).decode(), error.message.decode("utf-8", "replace"))

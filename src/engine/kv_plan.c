@@ -1,0 +1,206 @@
+/*
+ * --kv-memory as a promise: settings are chosen before the first token so that the cache cannot exceed it; the cache's allocator
+ * enforces it besides. docs/memory.md tells users the order of what gives way:
+ *
+ *   1. nothing    2. streaming prefill    3. smaller prefill chunks    4. INT8, then 1 to 3 again    5. smaller budgets
+ *
+ * from what costs nothing to what costs most in quality. Invariant: no budget goes below its min_cache_size or its pins.
+ */
+#include "engine/kv_plan.h"
+#include "engine/session.h"
+
+#include <stdlib.h>
+
+#define LEAST_CHUNK 32
+#define BUDGET_STEPS 256 /* budgets between the least and the full one that are tried */
+#define MIB 1048576.0
+
+dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_params *params, const dt_budget *budgets) {
+    const dt_hparams *hp = &model->decoder->hp;
+    dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
+    for (int32_t i = 0; layers && i < hp->n_layers; i++) {
+        layers[i].n_lanes = hp->n_kv_heads[i];
+        layers[i].budget = budgets[i];
+        layers[i].window = hp->window[i];
+        dt_kv_format_init(&layers[i].format, params->kv_type, params->kv_type, hp->head_dim_k, hp->head_dim_v,
+                          params->kv_block_tokens);
+    }
+    return layers;
+}
+
+typedef struct plan {
+    const dt_model *model;
+    dt_session_params *params;
+    dt_budget *budgets;              /* as they would be */
+    const dt_budget *configured;     /* as they were asked for */
+    int32_t total, configured_total; /* of a budget that all share; 0 = none */
+    int32_t *longest;                /* [n_layers] scratch */
+    uint64_t bytes;                  /* of the settings weighed last */
+    bool failed;                     /* out of memory */
+} plan;
+
+static int32_t expected_tokens(const dt_session_params *params) {
+    return params->n_expected > 0 ? DT_MIN(params->n_expected, params->n_ctx) : params->n_ctx;
+}
+
+/* What the cache can come to. A lane holds the whole conversation, or its budget and the chunk that is being read. */
+static uint64_t weigh(plan *p, bool evicts) {
+    const int32_t n_layers = p->model->info.n_layers, n = expected_tokens(p->params);
+    int32_t n_sharing = 0;
+    for (int32_t i = 0; i < n_layers; i++) {
+        n_sharing += p->budgets[i].policy != NULL;
+    }
+    n_sharing = DT_MAX(n_sharing, 1);
+    const bool bounded = evicts && p->params->evict == DT_EVICT_ALWAYS && p->params->prefill == DT_PREFILL_STREAMING;
+    dt_kv_layer_params *layers = dt_kv_plan_layers(p->model, p->params, p->budgets);
+    if (!layers) {
+        p->failed = true;
+        return 0;
+    }
+    for (int32_t i = 0; i < n_layers; i++) {
+        const dt_budget *b = &p->budgets[i];
+        const int64_t max = p->total > 0 ? p->total / n_sharing + p->params->kv_block_tokens : b->max_cache_size;
+        const int64_t budget = b->policy && bounded ? DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch : n;
+        const int32_t repeated = b->policy && b->policy->needs_peak ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : 0;
+        p->longest[i] = (int32_t)DT_MIN(budget, (int64_t)n) + repeated;
+    }
+    p->bytes = dt_kv_bytes_bound(layers, n_layers, p->longest, p->total);
+    free(layers);
+    return p->bytes;
+}
+
+static bool fits(plan *p) { return !p->failed && weigh(p, true) <= p->params->kv_memory; }
+
+static int32_t least_budget(const dt_budget *b) {
+    return DT_MIN(b->max_cache_size, DT_MAX(b->min_cache_size, b->sink_tokens + b->recent_window + 1));
+}
+
+/* share: of BUDGET_STEPS, how much of what lies above the least budget stays. A list of sizes becomes one size. */
+static void share_budgets(plan *p, int32_t share) {
+    if (p->total > 0) {
+        int64_t least = 0;
+        for (int32_t i = 0; i < p->model->info.n_layers; i++) {
+            least += p->configured[i].policy ? least_budget(&p->configured[i]) : 0;
+        }
+        p->total = (int32_t)(DT_MIN(least, (int64_t)p->configured_total) +
+                             DT_MAX(p->configured_total - least, (int64_t)0) * share / BUDGET_STEPS);
+        return;
+    }
+    for (int32_t i = 0; i < p->model->info.n_layers; i++) {
+        const dt_budget *full = &p->configured[i];
+        if (full->policy) {
+            const int64_t least = least_budget(full), above = (int64_t)full->max_cache_size - least;
+            p->budgets[i].max_cache_size = (int32_t)(least + above * share / BUDGET_STEPS);
+            p->budgets[i].lane_max = NULL;
+        }
+    }
+}
+
+/* Steps 1 to 3 with one type of numbers. */
+static bool choose_prefill(plan *p, dt_prefill prefill, int32_t n_batch, bool evicts) {
+    p->params->prefill = prefill;
+    p->params->n_batch = n_batch;
+    if (fits(p)) {
+        return true;
+    }
+    p->params->prefill = evicts ? DT_PREFILL_STREAMING : prefill;
+    while (evicts && !fits(p) && p->params->n_batch > LEAST_CHUNK) {
+        p->params->n_batch = DT_MAX(p->params->n_batch / 2, LEAST_CHUNK);
+    }
+    return evicts && fits(p);
+}
+
+static bool choose(plan *p, bool evicts) {
+    const dt_session_params asked = *p->params;
+    if (choose_prefill(p, asked.prefill, asked.n_batch, evicts)) {
+        return true;
+    }
+    p->params->kv_type = DT_KV_INT8;
+    if (choose_prefill(p, asked.prefill, asked.n_batch, evicts)) {
+        return true;
+    }
+    int32_t share = 0;
+    for (int32_t step = BUDGET_STEPS / 2; evicts && step > 0; step /= 2) {
+        share_budgets(p, share + step);
+        share += fits(p) ? step : 0;
+    }
+    share_budgets(p, share);
+    return fits(p);
+}
+
+static void log_budgets(const plan *p) {
+    if (p->total != p->configured_total) {
+        dt_log(DT_LOG_INFO, "KV memory: total_cache_size %d instead of %d", p->total, p->configured_total);
+    }
+    const int32_t n_layers = p->model->info.n_layers;
+    for (int32_t i = 0, next; i < n_layers; i = next) {
+        const int32_t from = p->configured[i].max_cache_size, to = p->budgets[i].max_cache_size;
+        for (next = i + 1;
+             next < n_layers && p->configured[next].max_cache_size == from && p->budgets[next].max_cache_size == to;) {
+            next++;
+        }
+        if (from != to) {
+            dt_log(DT_LOG_INFO, "KV memory: layers %d-%d: max_cache_size %d instead of %d", i, next - 1, to, from);
+        }
+    }
+}
+
+static void log_plan(const plan *p, const dt_session_params *asked, uint64_t full_bytes) {
+    const double most = (double)DT_MIN(p->bytes, p->params->kv_memory > 0 ? p->params->kv_memory : UINT64_MAX) / MIB;
+    dt_log(DT_LOG_INFO, "KV memory: %d tokens with nothing evicted would take %.1f MiB, this run takes at most %.1f MiB",
+           expected_tokens(p->params), (double)full_bytes / MIB, most);
+    if (p->params->prefill != asked->prefill) {
+        dt_log(DT_LOG_INFO, "KV memory: prefill streaming instead of full");
+    }
+    if (p->params->n_batch != asked->n_batch) {
+        dt_log(DT_LOG_INFO, "KV memory: prefill in chunks of %d tokens instead of %d", p->params->n_batch, asked->n_batch);
+    }
+    if (p->params->kv_type != asked->kv_type) {
+        dt_log(DT_LOG_INFO, "KV memory: keys and values as int8 instead of f16");
+    }
+    log_budgets(p);
+}
+
+static dt_status refuse(const plan *p, bool evicts, dt_error *error) {
+    const unsigned long long kib = (unsigned long long)(p->bytes + 1023) / 1024; /* weighed last: the most frugal settings */
+    return dt_fail(error, DT_ERR_LIMIT,
+                   "%.1f MiB are too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
+                   (double)p->params->kv_memory / MIB, expected_tokens(p->params), kib,
+                   evicts ? "; a smaller min_cache_size needs less" : "; with --cache-eviction less is enough");
+}
+
+dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_budget *budgets, int32_t *total_cache_size,
+                         dt_error *error) {
+    const int32_t n_layers = model->info.n_layers;
+    const dt_session_params asked = *params;
+    dt_budget *configured = calloc((size_t)n_layers, sizeof *configured);
+    plan p = {.model = model,
+              .params = params,
+              .budgets = budgets,
+              .configured = configured,
+              .total = *total_cache_size,
+              .configured_total = *total_cache_size};
+    p.longest = calloc((size_t)n_layers, sizeof *p.longest);
+    dt_status status = DT_OK;
+    bool evicts = false;
+    for (int32_t i = 0; configured && i < n_layers; i++) {
+        configured[i] = budgets[i];
+        evicts = evicts || (budgets[i].policy != NULL && params->evict == DT_EVICT_ALWAYS);
+    }
+    if (configured && p.longest) {
+        const uint64_t full_bytes = weigh(&p, false);
+        weigh(&p, true);
+        if (params->kv_memory > 0 && !choose(&p, evicts) && !p.failed) {
+            status = refuse(&p, evicts, error);
+        } else if (!p.failed) {
+            log_plan(&p, &asked, full_bytes);
+        }
+    }
+    if (!configured || !p.longest || p.failed) {
+        status = dt_fail_memory(error, (size_t)n_layers * sizeof *configured, "the cache");
+    }
+    *total_cache_size = p.total;
+    free(configured);
+    free(p.longest);
+    return status;
+}

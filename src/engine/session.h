@@ -1,0 +1,62 @@
+/*
+ * The insides of a session, for the files of engine/ that make, grow and store one.
+ */
+#ifndef DT_ENGINE_SESSION_H
+#define DT_ENGINE_SESSION_H
+
+#include "engine/engine.h"
+
+/* Tokens that reconstruct repeats at a time, at most. */
+#define DT_REPEAT_CHUNK 512
+
+/* A cache's memory, counted together with that of its forks. */
+typedef struct dt_shared_memory {
+    dt_memory memory;
+    atomic_int references;
+} dt_shared_memory;
+
+struct dt_session {
+    const dt_model *model;
+    dt_session_params params; /* with defaults filled in */
+    const dt_attn_kernel *kernel;
+    dt_shared_memory *kv_memory;
+    dt_memory work_memory;
+    dt_kv *kv;
+    dt_graph *graph;
+    int32_t *tokens; /* [token_capacity], grows */
+    int32_t n_tokens, token_capacity;
+    int32_t max_tokens;  /* longest conversation */
+    int32_t whole_from;  /* a rewind to at least this position is possible */
+    bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
+    int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
+    const float *logits; /* after the last token; NULL when not computed */
+    float *own_logits;   /* [V] where they are not the graph's: of a fork, a loaded session, after a repetition */
+    void *note;          /* the application's, saved with the session */
+    size_t note_bytes;
+    bool *observe_layer;       /* [L] */
+    const float *draft_logits; /* [n_draft][V] while tokens are drafted */
+    int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
+    bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
+    dt_session_stats stats;
+    /* the sync in progress */
+    dt_progress_fn progress;
+    void *progress_user;
+    int64_t progress_done, progress_total, progress_last_us;
+};
+
+/* Room for n_more tokens behind the ones there are. */
+dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
+
+/* ---- drafts: several tokens computed at once, of which some may be taken back ----
+ * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session
+ * as appending those tokens one by one would. */
+
+/* Tokens that may be drafted at once: with so many a round is due after the last one, and never before. At least 1. */
+int32_t dt_session_tokens_to_round(const dt_session *session);
+/* Computes tokens[n] after the ones there are, uncommitted. *logits: [n][V]. On failure there is nothing to keep. tokens may be the
+ * session's own, behind its n_tokens. */
+dt_status dt_session_draft(dt_session *session, const int32_t *tokens, int32_t n, const float **logits, dt_error *error);
+/* Keeps the first n_keep >= 1 of them and evicts. probabilities[n_keep]: as in dt_session_append. */
+dt_status dt_session_keep(dt_session *session, int32_t n_keep, const float *probabilities, dt_error *error);
+
+#endif

@@ -1,0 +1,388 @@
+/*
+ * Loading a session. The file is mapped; each section is checked against its checksum right before it is used, so that the bytes
+ * are read from the disk once. Everything goes into a cache beside the live one and takes its place at the end.
+ *
+ * Invariants: a failure leaves the session as it was; nothing is believed because the checksum fits: sizes, tokens, positions and
+ * numbers are checked as those of a hostile file.
+ */
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L
+#endif
+#include "base/hash.h"
+#include "engine/session.h"
+#include "engine/session_file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* What was read, until it replaces the live state. */
+typedef struct loaded {
+    int32_t *tokens; /* in the mapping */
+    const float *logits;
+    const void *note;
+    size_t note_bytes;
+    dt_session_sampler sampler;
+    bool has_sampler, has_logits;
+    dt_kv *kv;
+} loaded;
+
+typedef struct reader {
+    const dt_session *session;
+    const char *path;
+    const char *bytes;
+    uint64_t n_bytes, at;
+    dt_session_header header;
+    dt_error *error;
+    bool lacks_peaks; /* the session wants them, and the file has none */
+} reader;
+
+static dt_status damaged(const reader *r, const char *what) {
+    return dt_fail(r->error, DT_ERR_FORMAT, "%s is damaged (%s); delete it to start anew, or restore a copy", r->path, what);
+}
+
+static dt_status cut_short(const reader *r, uint64_t wanted) {
+    return dt_fail(r->error, DT_ERR_FORMAT,
+                   "%s was cut short: it has %llu of %llu bytes; delete it to start anew, or restore a copy", r->path,
+                   (unsigned long long)r->n_bytes, (unsigned long long)wanted);
+}
+
+/* ---- header ---- */
+
+static const char *type_name(uint32_t type) { return type == 1 ? "f16" : type == 2 ? "int8" : "unknown"; }
+
+/* Is it a session file of this version, whole in length, with a header that nobody altered? */
+static dt_status read_header(reader *r) {
+    dt_session_header *h = &r->header;
+    if (r->n_bytes < sizeof h->magic || memcmp(r->bytes, DT_SESSION_MAGIC, sizeof h->magic) != 0) {
+        return dt_fail(r->error, DT_ERR_FORMAT, "%s is %s; name another file, or delete it to start anew", r->path,
+                       r->n_bytes == 0 ? "empty" : "no session file");
+    }
+    if (r->n_bytes < sizeof *h) {
+        return cut_short(r, sizeof *h);
+    }
+    memcpy(h, r->bytes, sizeof *h);
+    if (h->version != DT_SESSION_VERSION) {
+        return dt_fail(r->error, DT_ERR_ARGUMENT,
+                       "%s has version %u of the session format, and this program reads version %u; "
+                       "delete it to start anew",
+                       r->path, h->version, DT_SESSION_VERSION);
+    }
+    if (h->checksum != dt_hash_of(h, offsetof(dt_session_header, checksum)) || h->header_bytes != sizeof *h) {
+        return damaged(r, "the header's checksum does not fit");
+    }
+    if (r->n_bytes < h->file_bytes) {
+        return cut_short(r, h->file_bytes);
+    }
+    return r->n_bytes == h->file_bytes ? DT_OK : damaged(r, "there are bytes behind its end");
+}
+
+/* Does it belong to this model, and does it fit this session? */
+static dt_status check_header(const reader *r) {
+    const dt_session_header *h = &r->header;
+    const dt_session *s = r->session;
+    const dt_kv_format *format = &dt_kv_layer(s->kv, 0)->format;
+    const uint32_t type_k = format->type_k == DT_KV_F16 ? 1 : 2;
+    if (h->fingerprint != s->model->fingerprint || h->n_layers != (uint32_t)s->model->info.n_layers ||
+        h->n_vocab != (uint32_t)s->model->info.n_vocab || h->dim_k != (uint32_t)format->dim_k ||
+        h->dim_v != (uint32_t)format->dim_v) {
+        const int n = h->model_name[0] != 0 ? (int)sizeof h->model_name : 0;
+        return dt_fail(r->error, DT_ERR_ARGUMENT,
+                       "%s belongs to another model%s%.*s (the files differ, if only in a conversion); name another session file",
+                       r->path, n > 0 ? ": " : "", n, h->model_name);
+    }
+    if (h->type_k != type_k || h->type_v != type_k) {
+        return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds keys and values as %s, and this run's cache is %s; give --kv-type %s",
+                       r->path, type_name(h->type_k), type_name(type_k), type_name(h->type_k));
+    }
+    if (h->n_tokens > (uint32_t)s->max_tokens) {
+        return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds a conversation of %u tokens, longer than the context of %d (-c)",
+                       r->path, h->n_tokens, s->max_tokens);
+    }
+    if (h->whole_from > h->n_tokens || h->peaks_until > h->n_tokens || h->newest_dropped < -1 ||
+        h->newest_dropped >= (int32_t)DT_MAX(h->n_tokens, 1u)) {
+        return damaged(r, "its header contradicts itself");
+    }
+    return DT_OK;
+}
+
+/* ---- sections ---- */
+
+/* The payload of the next section, which must be `tag`; the checksums have been compared. */
+static dt_status next_section(reader *r, const char *tag, int32_t layer, int32_t lane, const char **out, uint64_t *out_bytes) {
+    dt_session_section section;
+    *out = NULL;
+    *out_bytes = 0;
+    if (r->n_bytes - r->at < sizeof section) {
+        return damaged(r, "a section is missing");
+    }
+    memcpy(&section, r->bytes + r->at, sizeof section);
+    if (section.checksum != dt_hash_of(&section, offsetof(dt_session_section, checksum)) ||
+        memcmp(section.tag, tag, sizeof section.tag) != 0 || section.layer != (uint32_t)layer || section.lane != (uint32_t)lane ||
+        section.reserved != 0) {
+        return damaged(r, "the head of a section is not what it should be");
+    }
+    r->at += sizeof section;
+    const uint64_t left = r->n_bytes - r->at;
+    if (section.payload_bytes > left || DT_ROUND_UP(section.payload_bytes, (uint64_t)8) + 8 > left) {
+        return damaged(r, "a section does not fit into the file");
+    }
+    const uint64_t padded = DT_ROUND_UP(section.payload_bytes, (uint64_t)8);
+    uint64_t checksum;
+    memcpy(&checksum, r->bytes + r->at + padded, sizeof checksum);
+    if (checksum != dt_hash_of(r->bytes + r->at, (size_t)padded)) {
+        char what[64];
+        dt_error line = {0};
+        dt_fail(&line, DT_OK, "the checksum of section %s does not fit", tag);
+        memcpy(what, line.message, sizeof what - 1);
+        what[sizeof what - 1] = 0;
+        return damaged(r, what);
+    }
+    *out = r->bytes + r->at;
+    *out_bytes = section.payload_bytes;
+    r->at += padded + sizeof checksum;
+    return DT_OK;
+}
+
+static dt_status read_tokens(reader *r, loaded *l) {
+    const char *payload;
+    uint64_t n;
+    const dt_status status = next_section(r, "TOKS", 0, 0, &payload, &n);
+    if (status != DT_OK) {
+        return status;
+    }
+    if (n != (uint64_t)r->header.n_tokens * sizeof(int32_t)) {
+        return damaged(r, "it has another number of tokens than its header says");
+    }
+    l->tokens = (int32_t *)(uintptr_t)payload;
+    for (uint32_t i = 0; i < r->header.n_tokens; i++) {
+        if (l->tokens[i] < 0 || l->tokens[i] >= r->session->model->info.n_vocab) {
+            return damaged(r, "a token is not in the vocabulary");
+        }
+    }
+    return DT_OK;
+}
+
+static dt_status read_logits(reader *r, loaded *l) {
+    const char *payload;
+    uint64_t n;
+    const dt_status status = next_section(r, "LOGT", 0, 0, &payload, &n);
+    if (status != DT_OK) {
+        return status;
+    }
+    l->has_logits = n > 0;
+    l->logits = (const float *)(const void *)payload;
+    return n == 0 || n == (uint64_t)r->header.n_vocab * sizeof(float) ? DT_OK : damaged(r, "the logits have a wrong size");
+}
+
+static dt_status read_small_sections(reader *r, loaded *l) {
+    const char *payload;
+    uint64_t n;
+    dt_status status = next_section(r, "SMPL", 0, 0, &payload, &n);
+    if (status == DT_OK && n > 0) {
+        if (n != sizeof l->sampler) {
+            return damaged(r, "the sampler's state has a wrong size");
+        }
+        memcpy(&l->sampler, payload, sizeof l->sampler);
+        if (l->sampler.n_draws > ((uint64_t)1 << 32)) { /* each is drawn again */
+            return damaged(r, "the sampler's state makes no sense");
+        }
+        l->has_sampler = true;
+    }
+    if (status == DT_OK) {
+        status = next_section(r, "NOTE", 0, 0, (const char **)&l->note, &n);
+        l->note_bytes = (size_t)n;
+    }
+    return status;
+}
+
+/* Columns of a lane, in file order. The cache may want masses that the file has not, or the other way round. */
+static dt_status read_columns(reader *r, dt_kv *kv, int32_t layer, int32_t lane, const dt_session_lane *head, const char *payload,
+                              uint64_t n_bytes) {
+    const dt_kv_format *format = &dt_kv_layer(kv, layer)->format;
+    const bool wants_mass = dt_kv_layer_needs_mass(kv, layer), has_mass = (head->flags & DT_SESSION_LANE_MASS) != 0;
+    const bool wants_peak = dt_kv_layer_needs_peak(kv, layer), has_peak = (head->flags & DT_SESSION_LANE_PEAK) != 0;
+    uint64_t at = sizeof *head;
+    for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
+        const bool is_mass = c == DT_KV_RECENT_MASS || c == DT_KV_TOTAL_MASS || c == DT_KV_VALUE_NORM;
+        const bool is_bias = c == DT_KV_BIAS, is_peak = c == DT_KV_PEAK_MASS;
+        if ((is_mass && !has_mass) || (is_peak && !has_peak) || (is_bias && (head->flags & DT_SESSION_LANE_BIAS) == 0)) {
+            continue;
+        }
+        const uint64_t bytes = (uint64_t)head->n_entries * dt_kv_column_bytes(format, (dt_kv_column)c);
+        if (bytes > n_bytes - at) {
+            return damaged(r, "a lane is too short");
+        }
+        const bool unwanted = (is_mass && !wants_mass) || (is_peak && !wants_peak);
+        if (bytes > 0 && !unwanted && !dt_kv_put_column(kv, layer, lane, (dt_kv_column)c, payload + at)) {
+            return damaged(r, "a key or a value is not a number");
+        }
+        at += bytes;
+    }
+    if (at != n_bytes) {
+        return damaged(r, "a lane is too long");
+    }
+    if (wants_mass && !has_mass) {
+        dt_kv_make_norms(kv, layer, lane);
+    }
+    r->lacks_peaks = r->lacks_peaks || (wants_peak && !has_peak);
+    return DT_OK;
+}
+
+static dt_status read_lane(reader *r, dt_kv *kv, int32_t layer, int32_t lane) {
+    const char *payload;
+    uint64_t n;
+    dt_session_lane head;
+    dt_status status = next_section(r, "LANE", layer, lane, &payload, &n);
+    if (status != DT_OK) {
+        return status;
+    }
+    if (n < sizeof head) {
+        return damaged(r, "a lane is too short");
+    }
+    memcpy(&head, payload, sizeof head);
+    if (head.n_entries > r->header.n_tokens ||
+        (head.flags & ~(DT_SESSION_LANE_MASS | DT_SESSION_LANE_BIAS | DT_SESSION_LANE_PEAK)) != 0) {
+        return damaged(r, "a lane has more entries than there are tokens");
+    }
+    status = dt_kv_restore_lane(kv, layer, lane, (int32_t)head.n_entries, (head.flags & DT_SESSION_LANE_BIAS) != 0, r->error);
+    return status == DT_OK ? read_columns(r, kv, layer, lane, &head, payload, n) : status;
+}
+
+static dt_status read_lanes(reader *r, loaded *l) {
+    const dt_model_info *info = &r->session->model->info;
+    dt_status status = dt_kv_new_like(r->session->kv, &l->kv, r->error);
+    for (int32_t layer = 0; layer < info->n_layers; layer++) {
+        for (int32_t lane = 0; lane < info->n_kv_heads[layer] && status == DT_OK; lane++) {
+            status = read_lane(r, l->kv, layer, lane);
+        }
+    }
+    const char *payload = NULL;
+    uint64_t n = 0;
+    if (status == DT_OK) {
+        status = next_section(r, "END ", 0, 0, &payload, &n);
+    }
+    if (status == DT_OK && r->at != r->n_bytes) {
+        status = damaged(r, "there are bytes behind its end");
+    }
+    if (status == DT_OK) {
+        dt_kv_restore_end(l->kv, (int32_t)r->header.n_tokens, r->header.newest_dropped);
+        dt_error found = {0};
+        if (dt_kv_check(l->kv, &found) == DT_ERR_INTERNAL) { /* a bad position or score */
+            found.message[200] = 0;
+            status = damaged(r, found.message);
+        }
+    }
+    return status;
+}
+
+/* ---- taking over ---- */
+
+/* Everything that can fail first; then the live state is replaced. */
+static dt_status take_over(dt_session *s, reader *r, loaded *l, dt_sampler *sampler) {
+    const int32_t n_tokens = (int32_t)r->header.n_tokens;
+    const size_t logit_bytes = (size_t)r->header.n_vocab * sizeof(float);
+    float *logits = l->has_logits ? malloc(logit_bytes) : NULL;
+    void *note = l->note_bytes > 0 ? malloc(l->note_bytes) : NULL;
+    dt_status status = DT_OK;
+    if ((l->has_logits && logits == NULL) || (l->note_bytes > 0 && note == NULL)) {
+        status = dt_fail_memory(r->error, logit_bytes + l->note_bytes, "the session");
+    }
+    if (status == DT_OK) {
+        status = dt_session_reserve_tokens(s, DT_MAX(n_tokens - s->n_tokens, 0), r->error);
+    }
+    if (status == DT_OK && sampler != NULL && l->has_sampler) {
+        const dt_sampler_state state = {.seed = l->sampler.seed, .n_draws = l->sampler.n_draws};
+        status = dt_sampler_set_state(sampler, &state, r->error);
+        for (int32_t i = 0; i < n_tokens && status == DT_OK; i++) {
+            status = dt_sampler_accept(sampler, l->tokens[i], false, r->error);
+        }
+    }
+    if (status != DT_OK) {
+        free(logits);
+        free(note);
+        return status;
+    }
+    if (logits != NULL) {
+        memcpy(logits, l->logits, logit_bytes);
+    }
+    if (note != NULL) {
+        memcpy(note, l->note, l->note_bytes);
+    }
+    if (n_tokens > 0) {
+        memcpy(s->tokens, l->tokens, (size_t)n_tokens * sizeof *s->tokens);
+    }
+    free(s->own_logits);
+    free(s->note);
+    dt_kv_free(s->kv);
+    s->kv = l->kv;
+    l->kv = NULL;
+    s->n_tokens = n_tokens;
+    s->whole_from = (int32_t)r->header.whole_from;
+    /* what is still whole can be repeated; of the rest nothing is known */
+    const bool whole = r->header.newest_dropped < 0;
+    s->peaks_until = !r->lacks_peaks ? (int32_t)r->header.peaks_until : whole ? 0 : n_tokens;
+    s->logits = s->own_logits = logits;
+    s->note = note;
+    s->note_bytes = l->note_bytes;
+    return DT_OK;
+}
+
+static dt_status read_all(reader *r, loaded *l) {
+    dt_status status = read_header(r);
+    status = status == DT_OK ? check_header(r) : status;
+    r->at = sizeof r->header;
+    status = status == DT_OK ? read_tokens(r, l) : status;
+    status = status == DT_OK ? read_logits(r, l) : status;
+    status = status == DT_OK ? read_small_sections(r, l) : status;
+    return status == DT_OK ? read_lanes(r, l) : status;
+}
+
+/* *out_bytes is NULL for an empty file. */
+static dt_status map_file(reader *r, dt_error *error) {
+    struct stat info;
+    const int file = open(r->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe must not hang here */
+    if (file < 0 || fstat(file, &info) != 0 || !S_ISREG(info.st_mode)) {
+        const int reason = errno;
+        const dt_status status = file < 0 ? dt_fail(error, DT_ERR_IO, "%s can't be read: %s", r->path, strerror(reason))
+                                          : dt_fail(error, DT_ERR_IO, "%s can't be read: it is no regular file", r->path);
+        if (file >= 0) {
+            close(file);
+        }
+        return status;
+    }
+    r->n_bytes = (uint64_t)info.st_size;
+    void *bytes = r->n_bytes > 0 ? mmap(NULL, (size_t)r->n_bytes, PROT_READ, MAP_PRIVATE, file, 0) : NULL;
+    const int reason = errno;
+    close(file);
+    if (bytes == MAP_FAILED) {
+        return dt_fail(error, DT_ERR_IO, "%s can't be read: %s", r->path, strerror(reason));
+    }
+    if (bytes != NULL) {
+        (void)posix_madvise(bytes, (size_t)r->n_bytes, POSIX_MADV_SEQUENTIAL);
+    }
+    r->bytes = bytes;
+    return DT_OK;
+}
+
+dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error) {
+    reader r = {.session = session, .path = path, .error = error};
+    loaded l = {0};
+    dt_status status = map_file(&r, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    status = read_all(&r, &l);
+    if (status == DT_OK) {
+        status = take_over(session, &r, &l, sampler);
+    }
+    dt_kv_free(l.kv);
+    if (r.bytes != NULL) {
+        munmap((void *)(uintptr_t)r.bytes, (size_t)r.n_bytes);
+    }
+    return status;
+}

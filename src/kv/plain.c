@@ -1,0 +1,144 @@
+/*
+ * A lane as plain columns, one row an entry in entry order: what session files hold, whatever the blocks look like.
+ *
+ * Keys are [n][dim_k] and values [n][dim_v], both as IEEE halves or as signed bytes with a scale per entry; nothing of
+ * interleaving, padding or block size shows. Invariant: dt_kv_put_column lets no number into the cache that is not finite.
+ */
+#include "kv/kv_internal.h"
+
+#include <math.h>
+#include <string.h>
+
+static bool has_scale(const dt_kv_format *f, dt_kv_column column) {
+    return (column == DT_KV_K_SCALES ? f->type_k : f->type_v) == DT_KV_INT8;
+}
+
+size_t dt_kv_column_bytes(const dt_kv_format *f, dt_kv_column column) {
+    switch (column) {
+    case DT_KV_KEYS:
+        return (size_t)f->dim_k * (f->type_k == DT_KV_F16 ? 2 : 1);
+    case DT_KV_VALUES:
+        return (size_t)f->dim_v * (f->type_v == DT_KV_F16 ? 2 : 1);
+    case DT_KV_K_SCALES:
+    case DT_KV_V_SCALES:
+        return has_scale(f, column) ? sizeof(float) : 0;
+    default:
+        return sizeof(float);
+    }
+}
+
+/* A lane's row of floats, or NULL. */
+static float *float_row(const dt_kv_lane_state *lane, dt_kv_column column) {
+    return column == DT_KV_RECENT_MASS  ? lane->recent_mass
+           : column == DT_KV_TOTAL_MASS ? lane->total_mass
+           : column == DT_KV_VALUE_NORM ? lane->value_norm
+           : column == DT_KV_PEAK_MASS  ? lane->peak_mass
+           : column == DT_KV_BIAS       ? lane->bias
+                                        : NULL;
+}
+
+/* Where entry i of a block has its position, its scale, or its value row. */
+static char *in_block(const dt_kv_format *f, void *block, dt_kv_column column, int32_t i) {
+    return column == DT_KV_POSITIONS  ? (char *)(dt_kv_position(f, block) + i)
+           : column == DT_KV_K_SCALES ? (char *)(dt_kv_k_scale(f, block) + i)
+           : column == DT_KV_V_SCALES ? (char *)(dt_kv_v_scale(f, block) + i)
+                                      : (char *)block + f->v_offset + (size_t)i * dt_kv_value_row_bytes(f);
+}
+
+static void get_key(const dt_kv_format *f, const void *block, int32_t entry, char *out) {
+    for (int32_t d = 0; d < f->dim_k; d++) {
+        const char *from = (const char *)block + dt_kv_key_offset(f, entry, d);
+        if (f->type_k == DT_KV_F16) {
+            memcpy(out + 2 * (size_t)d, from, 2);
+        } else {
+            out[d] = (char)(*from ^ 0x80); /* value + 128 -> value */
+        }
+    }
+}
+
+static void put_key(const dt_kv_format *f, void *block, int32_t entry, const char *in) {
+    for (int32_t d = 0; d < f->dim_k; d++) {
+        char *to = (char *)block + dt_kv_key_offset(f, entry, d);
+        if (f->type_k == DT_KV_F16) {
+            memcpy(to, in + 2 * (size_t)d, 2);
+        } else {
+            *to = (char)(in[d] ^ 0x80);
+        }
+    }
+    for (int32_t d = f->dim_k; f->type_k == DT_KV_INT8 && d < f->dim_k_padded; d++) {
+        ((char *)block)[dt_kv_key_offset(f, entry, d)] = (char)0x80;
+    }
+}
+
+void dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column column, int32_t first, int32_t n,
+                      void *out) {
+    const dt_kv_format *f = &kv->layers[layer].params.format;
+    const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
+    const size_t bytes = dt_kv_column_bytes(f, column);
+    const float *row = float_row(lane, column);
+    if (row != NULL) {
+        memcpy(out, row + first, (size_t)n * bytes);
+        return;
+    }
+    char *to = out;
+    for (int32_t entry = first; entry < first + n; entry++, to += bytes) {
+        void *block = lane->spans[entry / f->block_tokens].block;
+        if (column == DT_KV_KEYS) {
+            get_key(f, block, entry % f->block_tokens, to);
+        } else {
+            memcpy(to, in_block(f, block, column, entry % f->block_tokens), bytes);
+        }
+    }
+}
+
+static bool halves_are_finite(const char *halves, size_t n_bytes) {
+    unsigned bad = 0;
+    for (size_t i = 0; i < n_bytes; i += 2) {
+        uint16_t half;
+        memcpy(&half, halves + i, sizeof half);
+        bad |= (half & 0x7c00u) == 0x7c00u;
+    }
+    return bad == 0;
+}
+
+bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column column, const void *in) {
+    const dt_kv_format *f = &kv->layers[layer].params.format;
+    dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
+    const size_t bytes = dt_kv_column_bytes(f, column);
+    const bool is_half = (column == DT_KV_KEYS && f->type_k == DT_KV_F16) || (column == DT_KV_VALUES && f->type_v == DT_KV_F16);
+    if (is_half && !halves_are_finite(in, (size_t)lane->n_entries * bytes)) {
+        return false;
+    }
+    float *row = float_row(lane, column);
+    if (row != NULL) { /* dt_kv_check judges these */
+        memcpy(row, in, (size_t)lane->n_entries * bytes);
+        return true;
+    }
+    const char *from = in;
+    for (int32_t entry = 0; entry < lane->n_entries; entry++, from += bytes) {
+        void *block = lane->spans[entry / f->block_tokens].block;
+        if (column == DT_KV_KEYS) {
+            put_key(f, block, entry % f->block_tokens, from);
+        } else {
+            memcpy(in_block(f, block, column, entry % f->block_tokens), from, bytes);
+        }
+    }
+    return true;
+}
+
+void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane_index) {
+    const dt_kv_format *f = &kv->layers[layer].params.format;
+    dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
+    for (int32_t entry = 0; entry < lane->n_entries; entry++) {
+        void *block = lane->spans[entry / f->block_tokens].block;
+        const int32_t i = entry % f->block_tokens;
+        const char *value = in_block(f, block, DT_KV_VALUES, i);
+        double squares = 0;
+        for (int32_t d = 0; d < f->dim_v; d++) {
+            const double x = f->type_v == DT_KV_F16 ? (double)dt_f16_to_f32(((const uint16_t *)(const void *)value)[d])
+                                                    : (double)dt_kv_v_scale(f, block)[i] * ((const int8_t *)value)[d];
+            squares += x * x;
+        }
+        lane->value_norm[entry] = (float)sqrt(squares);
+    }
+}

@@ -1,0 +1,216 @@
+"""./main --session: the conversation goes on from a file, and what is computed once is not computed again (cases.md rows 9
+and 11). Invariant of every check: with a session a run gives the text it gives without one.
+"""
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from test_main import CHAT, MAIN, MODEL, Terminal, assert_fails, needs_model, run, run_model, run_stats, start
+
+pytestmark = pytest.mark.skipif(not os.access(MAIN, os.X_OK), reason="DT_MAIN names no program")
+
+TEXT = "The quick brown fox jumps over the lazy dog. The capital of France is Paris, and the capital of Italy is"
+
+
+@needs_model
+@pytest.mark.parametrize("flags", [(), ("--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16"),
+                                   ("--kv-type", "int8")])
+def test_same_text_as_without(tmp_path, flags):
+    """Cold, again, longer, shorter, diverging at token 10, after an empty one: at temperature 0 never another text."""
+    session = tmp_path / "s.bin"
+    flags = (*flags, "-n", "24", "--temp", "0")
+    diverging = TEXT.replace("dog", "cat")
+    for prompt in (TEXT, TEXT, TEXT + " Rome. In Spain it is", TEXT[:60], diverging, "", TEXT):
+        if prompt == "":  # this model has no start token to begin from; the file stays as it is
+            before = session.read_bytes()
+            assert_fails(run_model("-p", "", "--session", str(session), *flags), 2, "the prompt is empty")
+            assert session.read_bytes() == before
+            continue
+        plain, _ = run_stats(tmp_path, "-p", prompt, *flags)
+        kept, stats = run_stats(tmp_path, "-p", prompt, "--session", str(session), *flags)
+        assert kept.stdout == plain.stdout, prompt
+        assert re.search(rb"session: .*s\.bin: \d+ tokens saved", kept.stderr)
+        assert os.listdir(tmp_path / "stats") == ["s.json"] and session.stat().st_size > 1000
+
+
+@needs_model
+def test_reuse(tmp_path):
+    session = ("--session", str(tmp_path / "s.bin"))
+    greedy = ("--temp", "0", "-n", "8")
+    _, cold = run_stats(tmp_path, "-p", TEXT, *session, *greedy)
+    _, again = run_stats(tmp_path, "-p", TEXT, *session, *greedy)
+    assert cold["reused_tokens"] == 0 and again["reused_tokens"] == cold["prompt_tokens"] - 1
+    _, longer = run_stats(tmp_path, "-p", TEXT + " Rome", *session, *greedy)
+    assert longer["reused_tokens"] == cold["prompt_tokens"] and longer["prompt_tokens"] == cold["prompt_tokens"] + 1
+    log, rewound = run_stats(tmp_path, "-p", TEXT.replace("dog", "cat"), *session, *greedy)
+    assert 8 <= rewound["reused_tokens"] <= 10 and b"rewound to token" in log.stderr
+
+
+@needs_model
+def test_seeds(tmp_path):
+    """A given seed reproduces a run of the same kind, without one runs differ, and the seed of the log is the one used."""
+    session = tmp_path / "s.bin"
+    flags = ("-p", TEXT, "-n", "24", "--temp", "1.2", "--session", str(session))
+
+    def again(*extra):
+        result = run_model(*flags, *extra)
+        assert result.returncode == 0, result.stderr
+        return result.stdout, re.search(rb"seed: (\d+)", result.stderr).group(1).decode()
+
+    again()
+    first, seed = again()
+    second, other = again()
+    assert seed != other and first != second
+    assert again("--seed", seed) == (first, seed)
+    assert again("--seed", "7") == again("--seed", "7")
+
+
+@needs_model
+def test_chat_goes_on(tmp_path):
+    """Three runs are one conversation; the second and third compute only their own turns."""
+    session = ("--session", str(tmp_path / "s.bin"))
+    lines = [b"My name is Bob.\n", b"What is  my name?\n", "Gr\u00fc\u00dfe \U0001F600, bye.\n".encode()]
+    whole = run_model(*CHAT, "-sys", "Be brief.", stdin=b"".join(lines))
+    parts = []
+    for i, line in enumerate(lines):
+        log, stats = run_stats(tmp_path, *CHAT, *session, *(("-sys", "Be brief.") if i < 2 else ()), stdin=line)
+        parts.append(log.stdout)
+        assert b"rewrote" not in log.stderr
+        if i > 0:
+            assert b"chat: goes on after %d messages" % (1 + 2 * i) in log.stderr
+            assert stats["prompt_tokens"] - stats["reused_tokens"] < 32, stats["prompt_tokens"]
+    assert b"".join(parts) == whole.stdout
+    assert_fails(run_model(*CHAT, *session, "-sys", "Be verbose.", stdin=b"hi\n"), 2, "another system prompt")
+    nothing = run_model(*CHAT, *session)  # no message at all: the conversation stays
+    assert nothing.returncode == 0
+    assert b"chat: goes on after 7 messages" in run_model(*CHAT, *session).stderr
+
+
+@needs_model
+def test_bad_session_files(tmp_path):
+    good = tmp_path / "good.bin"
+    assert run_model("-p", TEXT, "-n", "2", "--session", str(good)).returncode == 0
+    data = good.read_bytes()
+    assert b"give --kv-type f16" in run_model("-p", "x", "-n", "1", "--kv-type", "int8", "--session", str(good)).stderr
+    for name, content, fragment in (
+            ("empty.bin", b"", "empty"), ("text.bin", b"Dear diary,\n" * 50, "no session file"),
+            ("cut.bin", data[:len(data) // 2], "cut short"), ("flip.bin", data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "damaged"),
+            ("version.bin", data[:8] + b"\x09" + data[9:], "version 9"), (".", None, "can't be written")):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        before = None if content is None else path.read_bytes()
+        assert_fails(run_model("-p", TEXT, "-n", "2", "--session", str(path)), 2, fragment)
+        assert content is None or path.read_bytes() == before
+    assert_fails(run("-m", "no-such.gguf", "-p", "x", "--session", str(tmp_path / "no" / "s.bin")), 2, "can't be written")
+    assert_fails(run("-m", "x", "-p", "x", "--session", "a", "--stats-json", "a"), 2, "the same file")
+    assert_fails(run_model("-p", "x", "--session", MODEL), 2, "no session file")
+
+
+@needs_model
+def test_full_disk_is_told_before_the_work(tmp_path):
+    command = 'ulimit -f 100; exec "$0" -m "$1" -t 1 -n 4 --session "$2" -p "$3"'
+    result = subprocess.run(["sh", "-c", command, MAIN, MODEL, str(tmp_path / "s.bin"), "word " * 300], capture_output=True, timeout=60)
+    assert_fails(result, 2, "can't be written", "MiB")
+    assert os.listdir(tmp_path) == []
+
+
+def finish(process, signal_number):
+    process.send_signal(signal_number)
+    out, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    return out, log
+
+
+@needs_model
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_runs_are_saved(tmp_path, signal_number):
+    session = tmp_path / "s.bin"
+    # while reading: what was read is reused
+    process = start("-p", "word " * 6000, "-n", "5", "-b", "32", "--kernel", "reference", "--session", str(session))
+    time.sleep(1.5)
+    _, log = finish(process, signal_number)
+    read = int(re.search(rb"(\d+) tokens saved", log).group(1))
+    assert 0 < read < 6000
+    _, stats = run_stats(tmp_path, "-p", "word " * 100, "-n", "1", "--session", str(session))
+    assert stats["reused_tokens"] == min(read, stats["prompt_tokens"] - 1)
+    # while writing
+    process = start("-p", "Count: 1, 2, 3,", "-n", "-1", "--ignore-eos", "--temp", "0", "--session", str(session))
+    text = process.stdout.read(5)
+    out, log = finish(process, signal_number)
+    text = (text + out)[:-1].decode()
+    assert b"tokens saved" in log
+    log, stats = run_stats(tmp_path, "-p", "Count: 1, 2, 3," + text, "-n", "1", "--temp", "0", "--session", str(session))
+    assert stats["prompt_tokens"] - stats["reused_tokens"] <= 3, stats
+
+
+@needs_model
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_chats_are_saved(tmp_path, signal_number):
+    session = ("--session", str(tmp_path / "s.bin"))
+    process = subprocess.Popen([MAIN, "-m", MODEL, "-t", "1", *CHAT, *session], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    process.stdin.write(b"hi\n")
+    process.stdin.flush()
+    while process.stdout.read(1) not in (b"\n", b""):
+        pass
+    time.sleep(0.3)
+    finish(process, signal_number)
+    assert b"chat: goes on after 2 messages" in run_model(*CHAT, *session).stderr
+
+
+@needs_model
+def test_terminated_chat_on_a_terminal_is_saved(tmp_path):
+    session = tmp_path / "s.bin"
+    terminal = Terminal("-m", MODEL, *CHAT, "--session", str(session))
+    terminal.wait_for(b"> ")
+    terminal.type(b"hi\n")
+    terminal.wait_for(b"> ", 2)
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.finish() == 0 and b"tokens saved" in terminal.seen
+    assert b"chat: goes on after 2 messages" in run_model(*CHAT, "--session", str(session)).stderr
+
+
+# ---- one-time caching within a run (cases.md row 12) ---------------------------------------------
+
+
+def chat_of(tmp_path, reply, turns, *flags):
+    """A chat whose every reply is `reply`; the log and how many tokens were computed in prefill."""
+    grammar = 'root ::= "' + reply.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    log, stats = run_stats(tmp_path, "-cnv", "--temp", "0", "-n", "64", "--grammar", grammar, *flags, stdin=b"Go on.\n" * turns)
+    assert log.stdout.decode() == (reply + "\n") * turns
+    return log.stderr, stats["prompt_tokens"] - stats["reused_tokens"]
+
+
+@needs_model
+@pytest.mark.parametrize("reply", ["two  spaces,   three", "lines\n\n", " \U0001F600 in front", "```c\nint  x;\n```\n", "\tx"])
+def test_replies_that_would_tokenize_otherwise(tmp_path, reply):
+    """The tokens that were generated stay, whatever the reply's text would be tokenized to."""
+    first = chat_of(tmp_path, reply, 1)[1]
+    log, computed = chat_of(tmp_path, reply, 5)
+    assert b"rewrote" not in log and b"session: re" not in log
+    assert computed - first <= 4 * 16, computed  # a turn's own tokens, the template's marks and the reply's last token
+
+
+@needs_model
+def test_template_that_drops_thinking(tmp_path):
+    """As Qwen3's: one rewind a turn, said with the first position that differs; what lies before is reused."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
+                "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    thinking, plain = "<think>\nhm, so what\n</think>Well.", "Well."
+    flags = ("--chat-template", template)
+    log, computed = chat_of(tmp_path, thinking, 5, *flags)
+    assert len(re.findall(rb"the template rewrote the conversation from token \d+ on", log)) == 4
+    assert len(re.findall(rb"session: rewound to token \d+ of \d+, \d+ tokens reused", log)) == 4
+    first = chat_of(tmp_path, thinking, 1, *flags)[1]
+    assert computed - first <= 4 * 24, computed
+    log, computed = chat_of(tmp_path, plain, 5, *flags)
+    assert b"rewrote" not in log and computed - first <= 4 * 16
+    # once something was evicted there is no way back but to begin again, and the log says so
+    log, computed = chat_of(tmp_path, thinking, 5, *flags, "--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16")
+    assert b"session: rebuilt, 0 tokens reused: the conversation changed at token" in log

@@ -1,0 +1,139 @@
+"""The library as other programs get it: installed, found by pkg-config and CMake, used from C and from Python.
+
+DT_PREFIX names the folder that `cmake --install` of a tree with -DDT_SHARED=ON filled; without it all of this is skipped.
+"""
+import ctypes
+import glob
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PREFIX = os.environ.get("DT_PREFIX", "")
+MODEL = os.environ.get("DT_TEST_MODEL", "")
+MAIN = os.path.join(PREFIX, "bin", "deeptutor")
+
+pytestmark = pytest.mark.skipif(not PREFIX or not os.path.exists(MODEL), reason="DT_PREFIX or DT_TEST_MODEL names nothing")
+
+
+def library():
+    return glob.glob(os.path.join(PREFIX, "lib*", "**", "libdeeptutor.so"), recursive=True)[0] if PREFIX else ""
+
+
+def environment():
+    folder = os.path.dirname(library())
+    return dict(os.environ, LD_LIBRARY_PATH=folder, PKG_CONFIG_PATH=os.path.join(folder, "pkgconfig"))
+
+
+def output_of(*command, **kwargs):
+    result = subprocess.run(command, capture_output=True, env=environment(), timeout=300, **kwargs)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.decode()
+
+
+def check_chat(program, tmp_path):
+    out = output_of(str(program), MODEL, str(tmp_path / "chat.session"))
+    turns = [(int(a), int(b)) for a, b in re.findall(r"\[(\d+) reused, (\d+) computed\]", out)]
+    assert len(turns) == 3 and "Paris" in out
+    for (reused, computed), (before_reused, before_computed) in zip(turns[1:], turns):
+        assert reused > before_reused + before_computed - 1 and computed < 40  # also after save and load
+
+
+def test_example_by_pkg_config(tmp_path):
+    if subprocess.run(["which", "pkg-config"], capture_output=True).returncode != 0:
+        pytest.skip("pkg-config is missing")
+    flags = output_of("pkg-config", "--cflags", "--libs", "deeptutor").split()
+    output_of("cc", "-std=c11", os.path.join(ROOT, "examples", "chat.c"), "-o", str(tmp_path / "chat"), *flags)
+    check_chat(tmp_path / "chat", tmp_path)
+
+
+def test_example_by_cmake(tmp_path):
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(example C)\nfind_package(deeptutor 0.1 REQUIRED)\n"
+        f"add_executable(chat {ROOT}/examples/chat.c)\ntarget_link_libraries(chat PRIVATE deeptutor::deeptutor)\n")
+    output_of("cmake", "-S", str(tmp_path), "-B", str(tmp_path / "b"), f"-DCMAKE_PREFIX_PATH={PREFIX}")
+    output_of("cmake", "--build", str(tmp_path / "b"))
+    check_chat(tmp_path / "b" / "chat", tmp_path)
+
+
+def test_only_the_header_is_exported():
+    symbols = {line.split()[-1] for line in output_of("nm", "-D", "--defined-only", library()).splitlines()}
+    assert "dt_session_save" in symbols
+    header = open(os.path.join(ROOT, "include", "deeptutor.h")).read()
+    assert all(name in header for name in symbols), symbols
+
+
+@pytest.fixture(scope="module")
+def deeptutor():
+    os.environ["DT_LIBRARY"] = library()
+    sys.path.insert(0, os.path.join(ROOT, "python"))
+    import deeptutor
+    return deeptutor
+
+
+def test_structs_are_the_headers(deeptutor, tmp_path):
+    from deeptutor._library import FUNCTIONS, STRUCTS
+    lines = []
+    for struct in STRUCTS:
+        lines.append(f'printf("{struct.__name__} %zu\\n", sizeof({struct.__name__}));')
+        for name, _ in struct._fields_:
+            lines.append(f'printf("{struct.__name__}.{name} %zu\\n", offsetof({struct.__name__}, {name}));')
+    source = tmp_path / "sizes.c"
+    source.write_text("#include <deeptutor.h>\n#include <stdio.h>\nint main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n")
+    output_of("cc", "-I", os.path.join(ROOT, "include"), str(source), "-o", str(tmp_path / "sizes"))
+    sizes = dict(line.rsplit(" ", 1) for line in output_of(str(tmp_path / "sizes")).splitlines())
+    for struct in STRUCTS:
+        assert ctypes.sizeof(struct) == int(sizes[struct.__name__]), struct
+        for name, _ in struct._fields_:
+            assert getattr(struct, name).offset == int(sizes[f"{struct.__name__}.{name}"]), (struct, name)
+    header = open(os.path.join(ROOT, "include", "deeptutor.h")).read()
+    for name, (_, arguments) in FUNCTIONS.items():
+        parameters = re.search(rf"[ *]{name}\(([^;]*)\);", header).group(1)
+        assert len(arguments) == (0 if parameters == "void" else parameters.count(",") + 1), name
+
+
+def test_python_gives_mains_text(deeptutor):
+    model = deeptutor.Model(MODEL)
+    assert model.info["architecture"] == "llama" and len(model.info["n_kv_heads"]) == model.info["n_layers"]
+    for flags, settings in (((), {}), (("--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16"),
+                                       {"eviction": "chat", "max_cache_size": 48, "min_cache_size": 16})):
+        session = deeptutor.Session(model, threads=1, **settings)
+        text = "".join(session.generate("The capital of France is", n_predict=60, temp=0, ignore_end=True))
+        want = output_of(MAIN, "-m", MODEL, "-t", "1", "-p", "The capital of France is", "-n", "60", "--temp", "0",
+                         "--ignore-eos", *flags)
+        assert text + "\n" == want
+        assert session.stats["n_tokens"] == len(session.tokens) and session.stats["kv_bytes_peak"] > 0
+        assert (session.stats["evicted_tokens"] > 0) == bool(flags)
+
+
+def test_python_sessions(deeptutor, tmp_path):
+    model = deeptutor.Model(MODEL)
+    first = deeptutor.Session(model, threads=1)
+    prompt = model.render_chat([{"role": "user", "content": "Say hello in French."}])
+    tokens = model.tokenize(prompt)
+    reply = list(first.generate_tokens(tokens, n_predict=8, temp=0.9, seed=3))
+    assert reply == list(deeptutor.Session(model, threads=1).generate_tokens(tokens, n_predict=8, temp=0.9, seed=3))
+    assert first.seed == 3
+    first.save(tmp_path / "s.bin")
+    second = deeptutor.Session(model, threads=1)
+    second.load(tmp_path / "s.bin")
+    assert second.tokens == first.tokens and second.logits() == first.logits()
+    assert second.sync(first.tokens + reply[-1:]) == dict(second.last_sync, how="extended", computed_tokens=1)
+    with pytest.raises(deeptutor.Error) as caught:
+        deeptutor.Session(model, kv_type="int8").load(tmp_path / "s.bin")
+    assert caught.value.status == "DT_ERR_ARGUMENT" and "kv-type" in str(caught.value)
+    with pytest.raises(deeptutor.Error):
+        deeptutor.Model(str(tmp_path / "none.gguf"))
+    with pytest.raises(TypeError):
+        list(second.generate("x", temperature=1))
+
+
+def test_python_log(deeptutor):
+    lines = []
+    deeptutor.set_log(lambda level, line: lines.append((level, line)))
+    deeptutor.Session(deeptutor.Model(MODEL), n_ctx=256)
+    deeptutor.set_log(None)
+    assert any("KV memory" in line for _, line in lines)
