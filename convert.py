@@ -1,6 +1,7 @@
 """Converts a Hugging Face folder to GGUF, offline: python convert.py --pytorch_model_path DIR --quantize True
 
-The work is in python/convert/. Where the packages of requirements.txt are missing here but .venv has them, .venv's Python takes over.
+The work is in python/convert/. Where the packages of requirements.txt are missing here but .venv has them, .venv's Python takes
+over.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""convert.py on tiny Hugging Face folders of every family: the converted file in libllama gives the logits that a numpy model computes
-from the folder's own weights, and the token ids that the folder's own tokenizer gives.
+"""convert.py on tiny Hugging Face folders of every family: the converted file in libllama gives the logits that a numpy model
+computes from the folder's own weights, and the token ids that the folder's own tokenizer gives.
 
 DT_ASK_LLAMA, DT_QUANTIZE and DT_MAIN name programs of the build. Invariant: numbers are finite before they are compared.
 """
@@ -49,8 +49,8 @@ def refused(capsys, folder, out, *args):
 
 
 def llama_logits(path, ids, positions, *chunk):
-    result = subprocess.run([ASK, str(path), "logits", ",".join(map(str, positions)), *map(str, chunk)], input=str(list(ids)), capture_output=True,
-                            text=True, timeout=300)
+    result = subprocess.run([ASK, str(path), "logits", ",".join(map(str, positions)), *map(str, chunk)], input=str(list(ids)),
+                            capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return np.array([json.loads(line) for line in result.stdout.splitlines()])
 
@@ -146,7 +146,8 @@ def test_token_ids(all_families, name, text):
     assert llama_tokens(path, text, "--plain") == source_ids(made, text)
 
 
-@pytest.mark.parametrize("name,rule,marks", [("qwen1", hf.QWEN2, families.QWEN_MARKS), ("glm4_chat", hf.LLAMA3, families.GLM_MARKS)])
+@pytest.mark.parametrize("name,rule,marks", [("qwen1", hf.QWEN2, families.QWEN_MARKS),
+                                             ("glm4_chat", hf.LLAMA3, families.GLM_MARKS)])
 def test_token_ids_of_ranks(all_families, tokenizers, name, rule, marks):
     """tiktoken's form has no merges; the tokenizer that the ranks were taken from has."""
     from tokenizers import Tokenizer
@@ -190,4 +191,5 @@ def test_special_tokens(all_families):
     assert fields["tokenizer.ggml.eos_token_id"] == 383 and fields["tokenizer.ggml.pre"] == "qwen2"
     assert fields["tokenizer.ggml.add_bos_token"] is False
     fields, _ = read_fields(all_families("glm4")[1])
-    assert [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "eot")] == [381, 381] and fields["tokenizer.ggml.pre"] == "glm4"
+    assert [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "eot")] == [381, 381]
+    assert fields["tokenizer.ggml.pre"] == "glm4"

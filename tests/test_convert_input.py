@@ -1,12 +1,10 @@
-"""What convert.py reads: files of all forms and states. Every fault is one sentence that names the file, tensor or number, before any
-output exists; a pickle that wants more than tensors is refused by name.
+"""What convert.py reads: files of all forms and states. Every fault is one sentence that names the file, tensor or number, before
+any output exists; a pickle that wants more than tensors is refused by name.
 """
-import json
 import os
 import pickle
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -84,7 +82,8 @@ class Evil:
 
 
 @pytest.mark.parametrize("function,args,name", [
-    (os.system, ("touch owned",), "posix.system"), (eval, ("1",), "builtins.eval"), (subprocess.Popen, (["true"],), "subprocess.Popen"),
+    (os.system, ("touch owned",), "posix.system"), (eval, ("1",), "builtins.eval"),
+    (subprocess.Popen, (["true"],), "subprocess.Popen"),
     (getattr, ("a", "upper"), "builtins.getattr"),
 ])
 @pytest.mark.parametrize("legacy", [False, True])
@@ -176,7 +175,8 @@ def test_index_names_a_tensor_that_is_not_there(tokenizers, tmp_path, capsys):
 ])
 def test_config_faults(tokenizers, tmp_path, capsys, changes, words):
     made = make(tokenizers, tmp_path)
-    hf.write_json(made.folder / "config.json", {key: value for key, value in {**made.config, **changes}.items() if value is not None})
+    config = {**made.config, **changes}
+    hf.write_json(made.folder / "config.json", {key: value for key, value in config.items() if value is not None})
     text = refused(capsys, made.folder, tmp_path / "out.gguf")
     assert all(word in text for word in words), text
 
@@ -277,8 +277,9 @@ def test_a_model_that_also_sees(tokenizers, tmp_path):
                 if key not in ("architectures", "rope_theta", "rope_local_base_freq", "max_position_embeddings", "rms_norm_eps",
                                "tie_word_embeddings", "bos_token_id", "eos_token_id")}
         hf.write_json(folder / "config.json", {
-            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {**text, "rms_norm_eps": 1e-6},
-            "vision_config": {"hidden_size": 8}, "bos_token_id": 2, "eos_token_id": [1, 5], "max_position_embeddings": 4096})
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+            "text_config": {**text, "rms_norm_eps": 1e-6}, "vision_config": {"hidden_size": 8},
+            "bos_token_id": 2, "eos_token_id": [1, 5], "max_position_embeddings": 4096})
         weights = {name.replace("model.", place, 1): value for name, value in made.weights.items()}
         weights["vision_tower.vision_model.embeddings.weight"] = np.zeros((4, 4), np.float32)
         weights["multi_modal_projector.mm_input_projection_weight"] = np.zeros((4, 4), np.float32)
@@ -412,7 +413,7 @@ def test_memory_is_bounded(tokenizers, tmp_path):
     hf.save_entries(made.folder, entries)
     code = ("import sys; sys.path.insert(0, sys.argv[1]); from convert.command import main; main(sys.argv[2:]); "
             "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])")
-    result = subprocess.run([sys.executable, "-c", code, str(HERE.parent / "python"), "--pytorch_model_path", str(made.folder), "-o",
-                             str(tmp_path / "out.gguf"), "--outtype", "bf16"], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", code, str(HERE.parent / "python"), "--pytorch_model_path", str(made.folder),
+                             "-o", str(tmp_path / "out.gguf"), "--outtype", "bf16"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 250_000

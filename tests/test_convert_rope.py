@@ -91,7 +91,8 @@ def test_yarn_words_are_written(tokenizers, tmp_path, capsys):
     words = {"beta_fast": 16, "beta_slow": 2, "extrapolation_factor": 0.5, "attention_factor": 1.5}
     made = families.make("qwen2", tmp_path / "folder", tokenizers, changes={"rope_scaling": {"rope_type": "yarn", **YARN, **words}})
     fields, _ = read_fields(converted(made.folder, tmp_path / "out.gguf"))
-    assert [fields["qwen2.rope.scaling.yarn_" + key] for key in ("beta_fast", "beta_slow", "ext_factor", "attn_factor")] == [16, 2, 0.5, 1.5]
+    keys = ("beta_fast", "beta_slow", "ext_factor", "attn_factor")
+    assert [fields["qwen2.rope.scaling.yarn_" + key] for key in keys] == [16, 2, 0.5, 1.5]
     assert fields["qwen2.rope.scaling.original_context_length"] == 2048 and fields["qwen2.rope.scaling.type"] == "yarn"
     assert "beta_fast 16" in capsys.readouterr().err
 

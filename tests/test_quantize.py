@@ -19,7 +19,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, 
 
 
 def quantize(*args, **more):
-    return subprocess.run([QUANTIZE, *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, **more)
+    return subprocess.run([QUANTIZE, *map(str, args)], stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=120, **more)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def types(path):
 
 
 @pytest.mark.parametrize("name,expected,file_type,tolerance", [
-    ("Q8_0", "Q8_0", 7, 0.05), ("q4_0", "Q4_0", 2, 0.5), ("Q4_1", "Q4_1", 3, 0.5), ("Q4_K_M", "Q4_K", 15, 0.5), ("Q6_K", "Q6_K", 18, 0.1),
+    ("Q8_0", "Q8_0", 7, 0.05), ("q4_0", "Q4_0", 2, 0.5), ("Q4_1", "Q4_1", 3, 0.5),
+    ("Q4_K_M", "Q4_K", 15, 0.5), ("Q6_K", "Q6_K", 18, 0.1),
     ("IQ4_XS", "IQ4_XS", 30, 0.5), ("BF16", "BF16", 32, 0.01),
 ])
 def test_types(wide, tmp_path, name, expected, file_type, tolerance):
@@ -83,8 +85,8 @@ def test_convert_needs_the_program(wide, tmp_path, capsys, monkeypatch):
     assert "bash run.sh" in refused(capsys, wide[0].folder, tmp_path / "out.gguf", "--quantize", "True")
 
 
-@pytest.mark.parametrize("args", [["IN", "OUT"], ["IN", "OUT", "Q9"], ["IN", "OUT", "Q4_0", "more"], ["IN", "OUT", "Q4_0", "-t", "x"],
-                                  ["IN", "OUT", "Q4_0", "--what"], ["IN", "IN", "Q4_0"], []])
+@pytest.mark.parametrize("args", [["IN", "OUT"], ["IN", "OUT", "Q9"], ["IN", "OUT", "Q4_0", "more"],
+                                  ["IN", "OUT", "Q4_0", "-t", "x"], ["IN", "OUT", "Q4_0", "--what"], ["IN", "IN", "Q4_0"], []])
 def test_bad_usage(wide, tmp_path, args):
     places = {"IN": wide[1], "OUT": tmp_path / "out.gguf"}
     result = quantize(*[places.get(word, word) for word in args])
@@ -139,5 +141,6 @@ def test_stopped(tmp_path):
 def test_help_and_list():
     assert quantize("--help").returncode == 0 and "Q4_K_M" in quantize("--list").stdout.split()
     assert quantize("--version").stdout.startswith("DeepTutor ")
-    result = subprocess.run([sys.executable, str(HERE.parent / "convert.py"), "--help"], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, str(HERE.parent / "convert.py"), "--help"],
+                            capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and "--pytorch_model_path" in result.stdout

@@ -1,8 +1,8 @@
 """tokenizer.json with byte-level BPE: the vocabulary, the merges, and which rule splits text before merging.
 
 llama.cpp knows these rules by name. Its converter finds the name by tokenizing a text and hashing the ids; here the rule itself is
-read from tokenizer.json and looked up, so that a new vocabulary with a known rule works, and an unknown rule is an error rather than
-a guess: a wrong one gives other ids without a sign of it.
+read from tokenizer.json and looked up, so that a new vocabulary with a known rule works, and an unknown rule is an error rather
+than a guess: a wrong one gives other ids without a sign of it.
 """
 
 from .checkpoint import load_json
@@ -66,7 +66,8 @@ def _merges(model, folder):
     if not merges and (folder / "merges.txt").is_file():
         lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
         return [" ".join(line.split()) for line in lines if len(line.split()) == 2 and not line.startswith("#version")]
-    return [merge if isinstance(merge, str) else " ".join(piece.replace(" ", "\u0120") for piece in merge) for merge in merges or []]
+    return [merge if isinstance(merge, str) else " ".join(piece.replace(" ", "\u0120") for piece in merge)
+            for merge in merges or []]
 
 
 def _steps(pre_tokenizer):
@@ -95,8 +96,8 @@ def pre_tokenizer_name(family, path, tokenizer):
         return "llama-bpe" if adds_start else "smaug-bpe"
     name = RULES.get(steps)
     if name is None:
-        raise ConvertError(f"{path} splits text by a rule that llama.cpp has no name for ({'; '.join(steps) or 'none'}); this tokenizer "
-                           "is not supported")
+        raise ConvertError(f"{path} splits text by a rule that llama.cpp has no name for ({'; '.join(steps) or 'none'}); this "
+                           "tokenizer is not supported")
     if name == "qwen2" and adds_start:
         return "deepseek-r1-qwen"  # the same rule, with a start token
     return name

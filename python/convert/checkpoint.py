@@ -1,7 +1,7 @@
 """Which files of a Hugging Face folder hold which tensors.
 
-safetensors is preferred to .bin. With an index, the index decides: every shard it names must be there and hold what it says, so that
-a missing or foreign shard is told before any work. Without one, all files of the usual names are taken together.
+safetensors is preferred to .bin. With an index, the index decides: every shard it names must be there and hold what it says, so
+that a missing or foreign shard is told before any work. Without one, all files of the usual names are taken together.
 """
 
 import json
@@ -64,7 +64,8 @@ def open_checkpoint(folder):
     if index is not None:
         lost = sorted(name for name, home in index.items() if homes.get(name) != home)
         if lost:
-            raise ConvertError(f"the index names tensors that their files do not hold: {shorten(lost)}; fetch index and files again")
+            raise ConvertError(f"the index names tensors that their files do not hold: {shorten(lost)}; fetch index and files "
+                               "again")
     return tensors
 
 

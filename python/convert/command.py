@@ -14,7 +14,7 @@ from tqdm import tqdm
 from . import packed
 from .checkpoint import find_weights, load_json, missing_weights, open_checkpoint
 from .errors import ConvertError, say
-from .families import FAMILIES, find_family, hinted_families
+from .families import FAMILIES, find_family
 from .metadata import read_hyperparameters, write_hyperparameters
 from .output import FILE_TYPES, Writer, main_type, plan_tensors
 from .special_tokens import SpecialTokens
@@ -26,8 +26,8 @@ QUANTIZED_BITS = {"Q2_K": 3.4, "Q3_K": 4.4, "Q4_0": 4.7, "Q4_1": 5.2, "Q4_K": 5.
 
 HELP = """Converts a Hugging Face folder to one GGUF file, offline.
 
-Reads safetensors or pytorch_model*.bin (without running what a .bin may contain), config.json and the tokenizer's files. GPTQ and AWQ
-checkpoints are repacked, not quantized again. Families: {}."""
+Reads safetensors or pytorch_model*.bin (without running what a .bin may contain), config.json and the tokenizer's files. GPTQ and
+AWQ checkpoints are repacked, not quantized again. Families: {}."""
 
 
 def parse_arguments(args):
@@ -35,15 +35,16 @@ def parse_arguments(args):
                                      description=HELP.format(", ".join(family.architecture for family in FAMILIES)))
     parser.add_argument("--pytorch_model_path", "--model_path", metavar="DIR", required=True, type=pathlib.Path,
                         help="the Hugging Face folder")
-    parser.add_argument("--model_name", metavar="NAME", help="the model's name or family, such as chatglm2-6b; config.json decides, a "
-                        "contradiction is an error")
+    parser.add_argument("--model_name", metavar="NAME", help="the model's name or family, such as chatglm2-6b; config.json "
+                        "decides, a contradiction is an error")
     parser.add_argument("--quantize", metavar="TYPE", default="False", help="True (Q4_K_M), False, or a type such as Q4_0, Q5_K_M, "
                         "Q8_0 (False)")
     parser.add_argument("--outtype", choices=("auto", "f16", "bf16", "f32"), default="auto",
                         help="number format of the matrices before quantizing; auto keeps F16 and BF16 and makes F32 F16 (auto)")
     parser.add_argument("-o", "--outfile", metavar="FILE", type=pathlib.Path, help="output file (models/NAME.TYPE.gguf)")
     parser.add_argument("--threads", "-t", metavar="N", type=int, default=0, help="threads for quantizing (all processors)")
-    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu", help="accepted; converting runs on the CPU (cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu",
+                        help="accepted; converting runs on the CPU (cpu)")
     return parser.parse_args(args)
 
 
@@ -95,8 +96,8 @@ def choose_float_type(outtype, tensors):
 def check_disk(folder, needed):
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise ConvertError(f"not enough disk space in {folder}: {needed / 1e9:.1f} GB are needed for a while, {free / 1e9:.1f} GB are "
-                           "free; give another place with --outfile")
+        raise ConvertError(f"not enough disk space in {folder}: {needed / 1e9:.1f} GB are needed for a while, {free / 1e9:.1f} GB "
+                           "are free; give another place with --outfile")
 
 
 def quantized_bytes(n_bytes, float_bits, name):

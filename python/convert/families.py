@@ -1,7 +1,7 @@
 """The model families: which config.json belongs to which, what their tensors are called, what shapes they have, what is changed.
 
-A family is one entry of FAMILIES; a new one of a known shape needs nothing else (docs/models.md tells how). Names and transformations
-are those of llama.cpp's converter, so that its files and ours are interchangeable.
+A family is one entry of FAMILIES; a new one of a known shape needs nothing else (docs/models.md tells how). Names and
+transformations are those of llama.cpp's converter, so that its files and ours are interchangeable.
 
 Invariant: a family names every tensor that its models have. A tensor of the folder that no entry names is an error, as is one that
 is missing: a model computed without a tensor would only look converted.
@@ -145,12 +145,13 @@ FAMILIES = (
     Family("chatglm", ("ChatGLMModel", "ChatGLMForConditionalGeneration"), ("chatglm", "glm-4", "glm4", "glm"), CHATGLM_PARTS,
            SPM_OR_BPE),
     Family("glm4", ("Glm4ForCausalLM",), ("glm-4", "glm4", "glm-z1", "glm"), GLM4_PARTS, BPE),
-    Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3", "gemma-3", "gemma"), GEMMA_PARTS, SPM_OR_BPE,
-           ties_by_default=True, prefixes=("language_model.",)),
+    Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3", "gemma-3", "gemma"), GEMMA_PARTS,
+           SPM_OR_BPE, ties_by_default=True, prefixes=("language_model.",)),
 )
 
 # Buffers that some versions saved and nobody needs, and the parts of models that also see pictures.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq", ".attention.masked_bias", ".attention.bias", ".attn.masked_bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq", ".attention.masked_bias", ".attention.bias",
+                    ".attn.masked_bias")
 IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 

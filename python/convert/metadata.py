@@ -222,7 +222,7 @@ def _check_rope(family, hyper):
         raise ConvertError(f"config.json: the rope scaling {kind!r} has no factor above zero")
     for word, usual in (("beta_fast", 32), ("beta_slow", 1)):
         if kind == "yarn" and rope.get(word) not in (None, usual):
-            warn(f"the rope scaling has {word} {rope[word]}; it is written, but llama.cpp computes with {usual} whatever is written")
+            warn(f"the rope scaling has {word} {rope[word]}; it is written, but llama.cpp computes with {usual} all the same")
     if kind == "dynamic":
         warn(f"the rope scaling 'dynamic' acts only past the trained {hyper.n_ctx} tokens, and a GGUF file cannot say it; keep "
              "contexts below that")

@@ -69,8 +69,8 @@ def plan_tensors(family, hyper, tensors, float_type, config):
         raise ConvertError(f"the checkpoint lacks tensors that {family.architecture} needs: {shorten(missing)}")
     extra = sorted(name for name in tensors if name not in used)
     if extra:
-        raise ConvertError(f"the checkpoint has tensors that {family.architecture} does not have, so it is another model or has more "
-                           f"layers than config.json says: {shorten(extra)}")
+        raise ConvertError(f"the checkpoint has tensors that {family.architecture} does not have, so it is another model or has "
+                           f"more layers than config.json says: {shorten(extra)}")
     factors = rope_factors(hyper)
     if factors is not None:
         planned.append(OutputTensor("rope_freqs.weight", factors.shape, "F32", lambda: iter([factors])))
@@ -144,8 +144,8 @@ def _pieces(source, wanted, heads, plus_one):
         else:
             result = convert(values, source.format, wanted)
         if wanted != source.format and wanted in ("F16", "F32") and not np.isfinite(result).all():
-            raise ConvertError(f"tensor {source.name} holds values that {wanted} cannot (infinite, not a number, or beyond its range); "
-                               "try --outtype bf16")
+            raise ConvertError(f"tensor {source.name} holds values that {wanted} cannot (infinite, not a number, or beyond its "
+                               "range); try --outtype bf16")
         yield np.ascontiguousarray(result)
 
 
@@ -232,8 +232,8 @@ class Writer:
                     piece.tofile(file)
                     progress(piece.nbytes)
                 if file.tell() - start != tensor.n_bytes:
-                    raise ConvertError(f"tensor {tensor.name} came out with {file.tell() - start} bytes instead of {tensor.n_bytes}; "
-                                       "please report this")
+                    raise ConvertError(f"tensor {tensor.name} came out with {file.tell() - start} bytes instead of {tensor.n_bytes}"
+                                       "; please report this")
                 self._pad(file)
             file.flush()
             os.fsync(file.fileno())

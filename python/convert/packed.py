@@ -24,8 +24,8 @@ SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
 class PackedTensor(SourceTensor):
-    """Reads as an F32 weight of shape (rows, columns); `type` is the ggml type that holds it best. unpack() returns q (rows, columns),
-    scales and zeros (rows, groups) and the group of each column."""
+    """Reads as an F32 weight of shape (rows, columns); `type` is the ggml type that holds it best. unpack() returns q (rows,
+    columns), scales and zeros (rows, groups) and the group of each column."""
 
     def __init__(self, name, shape, type, unpack, error):
         super().__init__(name, "F32", shape, self._read_float)
@@ -106,7 +106,8 @@ def unpack_checkpoint(tensors, settings):
     packed = [result[layer + ".weight"] for layer in layers]
     anew = [tensor.name for tensor in packed if tensor.type == "requantize"]
     if anew:
-        warn(f"quantized anew to Q8_0, because blocks of 32 columns have no scale of their own in them (act-order): {shorten(anew)}")
+        warn(f"quantized anew to Q8_0, because a block of 32 columns has several scales, or no block has its zero points "
+             f"(act-order, 8 bit with zero points): {shorten(anew)}")
     counts = {kind: sum(tensor.type == kind for tensor in packed) for kind in ("Q4_0", "Q4_1", "Q8_0")}
     error = max(tensor.error for tensor in packed)
     say(f"{settings['method']}, {settings['bits']} bits, repacked: "

@@ -1,7 +1,7 @@
 """Vocabularies of sentencepiece: tokenizer.model, the same with ChatGLM's marks after it, and tokenizer.json made from one.
 
-The merge order of a sentencepiece BPE model is the scores of its pieces, highest first. A tokenizer.json has no scores but a list of
-merges; the place where a piece is first made in that list is its score here, so that the ids come out the same.
+The merge order of a sentencepiece BPE model is the scores of its pieces, highest first. A tokenizer.json has no scores but a list
+of merges; the place where a piece is first made in that list is its score here, so that the ids come out the same.
 """
 
 import json
@@ -46,7 +46,8 @@ def read_model(path, folder, family):
     for token, entry in (settings.get("added_tokens_decoder") or {}).items():
         token, text = int(token), entry["content"]
         if table.types.get(token, UNUSED) not in (UNUSED, USER_DEFINED) and table.tokens[token] != text:
-            warn(f"token {token} is {table.tokens[token]!r} in tokenizer.model, but {text!r} in tokenizer_config.json, which counts")
+            warn(f"token {token} is {table.tokens[token]!r} in tokenizer.model, but {text!r} in tokenizer_config.json; the latter "
+                 "counts")
         put_added(table, token, text, entry.get("special"), ADDED_SCORE)
     if (folder / "tokenizer.json").is_file():
         for entry in load_json(folder / "tokenizer.json").get("added_tokens") or []:

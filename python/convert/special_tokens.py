@@ -1,7 +1,7 @@
 """Which token ids start, end and pad a text, which of them the tokenizer adds by itself, and the chat template.
 
-The rules are those of llama.cpp's converter: the post-processor of tokenizer.json tells what is added, tokenizer_config.json names the
-tokens by text, config.json by id, and the first answer counts.
+The rules are those of llama.cpp's converter: the post-processor of tokenizer.json tells what is added, tokenizer_config.json names
+the tokens by text, config.json by id, and the first answer counts.
 """
 
 from .checkpoint import load_json

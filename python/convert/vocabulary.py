@@ -1,8 +1,8 @@
 """A model's vocabulary as GGUF stores it.
 
-Two kinds exist: "llama" (sentencepiece: pieces with scores, spaces as U+2581, unknown characters as bytes) and "gpt2" (byte-level BPE:
-merges, bytes as printable characters, a named rule that splits text beforehand). The vocabulary always has as many tokens as the
-embedding has rows: missing ones become unused tokens, which are never produced by tokenizing.
+Two kinds exist: "llama" (sentencepiece: pieces with scores, spaces as U+2581, unknown characters as bytes) and "gpt2" (byte-level
+BPE: merges, bytes as printable characters, a named rule that splits text beforehand). The vocabulary always has as many tokens as
+the embedding has rows: missing ones become unused tokens, which are never produced by tokenizing.
 """
 
 import dataclasses

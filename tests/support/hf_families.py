@@ -126,7 +126,8 @@ def qwen2(folder, tokenizers):
     save_qwen_tokenizer(folder, tokenizers)
     hf.write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8,
                                                       "repetition_penalty": 1.05})
-    (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: Someone/Base-7B\ntags:\n- chat\n---\n# A\n")
+    (folder / "README.md").write_text(
+        "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: Someone/Base-7B\ntags:\n- chat\n---\n# A\n")
     return config, hf.llama_names(config, biases="qkv"), reference.Reference, "qwen2"
 
 
@@ -216,7 +217,8 @@ def make(name, folder, tokenizers, changes=None, formats="BF16", container="safe
         config = {key: value for key, value in {**config, **changes}.items() if value is not None}
         shapes = _shapes_again(config, shapes)
     if name in ("llama2", "chatglm2"):  # a buffer that old checkpoints hold and nobody needs
-        shapes["transformer.rotary_pos_emb.inv_freq" if name == "chatglm2" else "model.layers.0.self_attn.rotary_emb.inv_freq"] = (8,)
+        prefix = "transformer.rotary_pos_emb" if name == "chatglm2" else "model.layers.0.self_attn.rotary_emb"
+        shapes[prefix + ".inv_freq"] = (8,)
     weights = hf.random_weights(shapes, seed, norm_mean=0.0 if cls.one_plus else 1.0)
     held = hf.save_weights(folder, weights, formats, container, shards)
     hf.write_json(folder / "config.json", config)

@@ -104,7 +104,8 @@ def byte_fallback_json(model_path, prepend, marks=()):
 
 
 def token(i, text, special):
-    return {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    return {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": special}
 
 
 def ranks_of(tokenizer_json):

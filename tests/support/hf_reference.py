@@ -1,5 +1,5 @@
-"""The families computed in numpy from a Hugging Face folder's own weights, by the conventions of transformers and of the models' own
-code: an oracle for names, orders of rows, norms and rotations that knows nothing of GGUF.
+"""The families computed in numpy from a Hugging Face folder's own weights, by the conventions of transformers and of the models'
+own code: an oracle for names, orders of rows, norms and rotations that knows nothing of GGUF.
 
 Float64 throughout. One layer at a time over all positions; only the logits asked for are computed.
 """
@@ -65,8 +65,8 @@ def rotate(x, positions, inverse, attention, neighbours):
 
 
 def attend(q, k, v, rows, keys, scale, window=None, chunk=None):
-    """q: (n, heads, dim) of the positions `rows`; k, v: (m, kv_heads, dim) of the positions `keys`. chunk: of the chunks between the
-    first one and a row's own, only the last key is seen."""
+    """q: (n, heads, dim) of the positions `rows`; k, v: (m, kv_heads, dim) of the positions `keys`. chunk: of the chunks between
+    the first one and a row's own, only the last key is seen."""
     group = q.shape[1] // k.shape[1]
     out = np.empty(q.shape[:2] + v.shape[2:])
     key, row = keys[None], rows[:, None]

@@ -1,8 +1,8 @@
 """llama.cpp's own converter on one folder: SOURCE FOLDER OUT OUTTYPE PRE. Needs torch and transformers.
 
-Two things that it needs from outside are put in its place. It finds the name of the pre-tokenizer by hashing token ids, which a tiny
-vocabulary cannot match, so the name is given (PRE). And it runs tokenizer code from the folder, which a tiny folder has not: what
-that code of ChatGLM3 and Qwen answers is answered here.
+Two things that it needs from outside are put in its place. It finds the name of the pre-tokenizer by hashing token ids, which a
+tiny vocabulary cannot match, so the name is given (PRE). And it runs tokenizer code from the folder, which a tiny folder has not:
+what that code of ChatGLM3 and Qwen answers is answered here.
 """
 import pathlib
 import sys
