@@ -26,7 +26,7 @@ static const dt_option model_rows[] = {
     {"-c, --ctx-size, --context-length", "N", DT_OPTION_INT, AT(n_ctx), 0, INT32_MAX,
      "longest conversation in tokens (0: the model's own)"},
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
-    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni", DT_OPTION_CHOICE, AT(kernel), 0, 0,
+    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon", DT_OPTION_CHOICE, AT(kernel), 0, 0,
      "attention kernel, for tests and comparisons (auto)"},
 };
 
@@ -401,7 +401,7 @@ static int32_t sensible_threads(int64_t n) {
 }
 
 void dt_shared_options_session(const dt_shared_options *o, dt_session_params *out) {
-    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni"};
+    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni", "neon"};
     *out = (dt_session_params){
         .n_ctx = (int32_t)o->n_ctx,
         .n_batch = (int32_t)o->n_batch,
