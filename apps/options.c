@@ -28,7 +28,7 @@ static const dt_option model_rows[] = {
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
     {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
      "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit)"},
-    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni", DT_OPTION_CHOICE, AT(kernel), 0, 0,
+    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon", DT_OPTION_CHOICE, AT(kernel), 0, 0,
      "attention kernel, for tests and comparisons (auto)"},
 };
 
@@ -430,7 +430,7 @@ static int32_t sensible_threads(int64_t n) {
 }
 
 void dt_shared_options_session(const dt_shared_options *o, dt_session_params *out) {
-    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni"};
+    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni", "neon"};
     *out = (dt_session_params){
         .n_ctx = (int32_t)o->n_ctx,
         .n_batch = (int32_t)o->n_batch,

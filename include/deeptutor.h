@@ -201,7 +201,8 @@ typedef struct dt_session_params {
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
     dt_kv_type kv_type;
     dt_prefill prefill;
-    const char *kernel;          /* of attention: "auto", "reference", "avx2", "avx512", "avx512_vnni"...; NULL = auto */
+    const char
+        *kernel; /* of attention: "auto", "reference", "avx2", "avx512", "avx512_vnni", "neon", "reference_int16"; NULL = auto */
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */

@@ -16,6 +16,10 @@
 
 #include "support/cmocka_all.h"
 
+#ifndef DT_TEST_SCENES
+#define DT_TEST_SCENES 220 /* fewer where an emulator runs them */
+#endif
+
 /* ---- scenes ---- */
 
 typedef enum scene_bias { BIAS_NONE, BIAS_SOME, BIAS_HOLES, BIAS_ALL_GONE } scene_bias;
@@ -388,8 +392,10 @@ static void check_scene(const scene_params *params, int32_t n_threads) {
     run_scene(reference(), s, 1);
     float *out = copy_of(s->out, s->n_out), *mass = copy_of(s->mass, n_mass);
     assert_true(is_finite_array(out, s->n_out));
-    run_scene(dt_attn_kernel_find("reference_int16", NULL), s, 1);
-    compare("reference_int16", s, "out", s->out, out, s->n_out, INT16_TOLERANCE * unit);
+    if (params->n_query * params->n_rep > DT_ATTN_SPAN_ROWS) { /* else it is the same code */
+        run_scene(dt_attn_kernel_find("reference_int16", NULL), s, 1);
+        compare("reference_int16", s, "out", s->out, out, s->n_out, INT16_TOLERANCE * unit);
+    }
     float *out_int16 = copy_of(s->out, s->n_out);
     for (int32_t i = 0; fast_kernel(i) != NULL; i++) {
         const dt_attn_kernel *kernel = fast_kernel(i);
@@ -446,7 +452,7 @@ static scene_params draw_params(uint64_t *state) {
 static void test_random_scenes(void **state) {
     (void)state;
     uint64_t random = 1;
-    for (int32_t i = 0; i < 220; i++) {
+    for (int32_t i = 0; i < DT_TEST_SCENES; i++) {
         const scene_params p = draw_params(&random);
         check_scene(&p, 1 + i % 3);
     }

@@ -62,6 +62,9 @@ static const dt_attn_kernel kernels[] = {
 #if defined(DT_HAVE_AVX2)
     {.name = "avx2", .supported = avx2_supported, .ops = &dt_attn_avx2_ops, DRIVER},
 #endif
+#if defined(DT_HAVE_NEON)
+    {.name = "neon", .supported = always_supported, .ops = &dt_attn_neon_ops, DRIVER},
+#endif
     {.name = "reference", .attend = dt_attn_reference_attend, REFERENCE},
     {.name = "reference_int16", .attend = dt_attn_reference_attend_int16, REFERENCE},
 };

@@ -1,6 +1,6 @@
 /*
  * Between the shared driver (attn_driver.c), which knows lanes, spans, masks, threads and merging, and the instruction sets
- * (attn_avx2.c, attn_avx512.c), which know vectors: a table of small operations on plain arrays.
+ * (attn_avx2.c, attn_avx512.c, attn_neon.c), which know vectors: a table of small operations on plain arrays.
  *
  * Invariant of every operation here: what it computes for one row does not depend on the other rows of the call, nor on how
  * many entries beyond the row's last visible one the call covers. Sums run in index order with fused multiply-add. Bitwise
@@ -150,6 +150,9 @@ extern const dt_attn_ops dt_attn_avx2_ops;
 #endif
 #if defined(DT_HAVE_AVX512)
 extern const dt_attn_ops dt_attn_avx512_ops;
+#endif
+#if defined(DT_HAVE_NEON)
+extern const dt_attn_ops dt_attn_neon_ops;
 #endif
 #if defined(DT_HAVE_AVX512_VNNI)
 extern const dt_attn_int16_ops dt_attn_avx512_int16;

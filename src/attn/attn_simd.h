@@ -1,6 +1,6 @@
 /*
- * The operations of attn_driver.h written once over a native vector; attn_avx2.c and attn_avx512.c define the vector and include
- * this file, so its text is compiled once per instruction set. Not a header in the usual sense: it defines static functions and
+ * The operations of attn_driver.h written once over a native vector; attn_avx2.c, attn_avx512.c and attn_neon.c define the vector and
+ * include this file, so its text is compiled once per instruction set. Not a header in the usual sense: it defines static functions and
  * DT_SIMD_OPS, the table's initialiser.
  *
  * The including file defines: vf (a vector of W floats), vi (W int32 or 4*W bytes), W, and the operations named v_*;
