@@ -687,6 +687,50 @@ static void test_batch_size_does_not_matter(void **state) {
 
 /* ---- numbers at the edge ---- */
 
+/* With one query head per lane a query's mass is its probabilities: the peak is the largest of them, to the bit. With more heads it lies
+ * between the largest sum and that over the number of heads. */
+static void test_peaks_are_the_largest_mass(void **state) {
+    (void)state;
+    static const int32_t queries[] = {1, 5, 70};
+    for (int32_t i = 0; i < 12; i++) {
+        scene_params p = plain;
+        p.n_query = queries[i % 3];
+        p.n_rep = i % 2 == 0 ? 1 : 3;
+        p.type_k = p.type_v = i % 4 < 2 ? DT_KV_F16 : DT_KV_INT8;
+        p.n_old = 300;
+        scene *s = make_scene(&p);
+        for (int32_t k = -1; k < 0 || fast_kernel(k) != NULL; k++) {
+            const dt_attn_kernel *kernel = k < 0 ? reference() : fast_kernel(k);
+            s->job.mass_peak = false;
+            run_scene(kernel, s, 2);
+            const int32_t n_rows = s->job.n_mass_rows;
+            float *sums = copy_of(s->mass, (size_t)p.n_lanes * s->n_mass);
+            int32_t *rows = s->mass_row, zeros[70] = {0};
+            s->job.mass_peak = true;
+            s->job.mass_row = zeros;
+            s->job.n_mass_rows = 1;
+            run_scene(kernel, s, 2);
+            for (int32_t lane = 0; lane < p.n_lanes; lane++) {
+                const float *peaks = s->lanes[lane].mass;
+                const size_t n = (size_t)s->lanes[lane].n_entries;
+                assert_true(is_finite_array(peaks, n));
+                for (size_t t = 0; t < n; t++) {
+                    float largest = 0.0f;
+                    for (int32_t row = 0; row < n_rows; row++) {
+                        largest = DT_MAX(largest, sums[(size_t)lane * s->n_mass + (size_t)row * s->job.mass_stride + t]);
+                    }
+                    const float share = largest / (float)p.n_rep;
+                    assert_true(peaks[t] <= largest * 1.00001f + 1e-9f && peaks[t] >= share * 0.99999f - 1e-9f);
+                }
+            }
+            s->job.mass_row = rows;
+            s->job.n_mass_rows = n_rows;
+            free(sums);
+        }
+        free_scene(s);
+    }
+}
+
 static void test_extreme_inputs_stay_finite(void **state) {
     (void)state;
     static const float magnitudes[] = {1e-38f, 1e4f, 1e6f, 1e20f, 3e38f};
@@ -801,6 +845,7 @@ int main(void) {
         cmocka_unit_test(test_masked_rows_are_zero),
         cmocka_unit_test(test_threads_do_not_matter),
         cmocka_unit_test(test_batch_size_does_not_matter),
+        cmocka_unit_test(test_peaks_are_the_largest_mass),
         cmocka_unit_test(test_extreme_inputs_stay_finite),
         cmocka_unit_test(test_nan_in_a_query_is_not_hidden),
     };

@@ -1,0 +1,147 @@
+"""./deeptutor-eval: its numbers on a tiny model, and on the real one that importance_score is worth more than a window.
+
+DT_EVAL, DT_MAIN and DT_MAKE_MODEL name the programs; DT_TEST_MODEL the real model, without which its tests are skipped.
+"""
+import json
+import math
+import os
+import subprocess
+
+import pytest
+
+EVAL, MAIN, MAKE_MODEL = (os.environ.get(name, "") for name in ("DT_EVAL", "DT_MAIN", "DT_MAKE_MODEL"))
+REAL = os.environ.get("DT_TEST_MODEL", "")
+TEXT = os.path.join(os.path.dirname(__file__), "..", "examples", "genesis.txt")
+
+pytestmark = pytest.mark.skipif(not all(os.access(program, os.X_OK) for program in (EVAL, MAIN, MAKE_MODEL)),
+                                reason="DT_EVAL, DT_MAIN or DT_MAKE_MODEL names no program")
+needs_real = pytest.mark.skipif(not os.path.isfile(REAL), reason="DT_TEST_MODEL is not there")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("eval") / "tiny.gguf")
+    subprocess.run([MAKE_MODEL, path, "--layers", "2", "--embd", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
+                    "--ff", "128", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
+    return path
+
+
+def run(*args, timeout=300):
+    return subprocess.run([EVAL, *args, "-t", "1"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
+
+
+def measure(tmp_path, *args):
+    out = tmp_path / "out.json"
+    result = run(*args, "--json", str(out))
+    assert result.returncode == 0, result.stderr
+    numbers = json.loads(out.read_text())
+
+    def check(value):
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
+            assert not isinstance(item, float) or math.isfinite(item), value
+            check(item)
+    check(numbers)
+    return numbers
+
+
+def test_nothing_lost_is_no_divergence(tiny, tmp_path):
+    full = measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "256", "--continuation", "32", "--chunks", "2",
+                   "--policy", "local_window", "--max-cache-size", "2000", "--evict", "once")
+    assert abs(full["kld"]) <= 1e-5 and full["top1"] == 1 and full["kept_share"] == 1
+    assert abs(full["nll"] - full["nll_full"]) <= 1e-3 and len(full["chunks"]) == 2
+
+
+@pytest.mark.parametrize("extra", [[], ["--score", "reconstruct"], ["--score", "reconstruct", "--budget", "adaptive"],
+                                   ["--prefill", "streaming"], ["--evict", "once", "--kv-type", "int8"]])
+def test_shares(tiny, tmp_path, extra):
+    rows = measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "512", "--continuation", "16", "--chunks", "2",
+                   "--policy", "importance_score", "--kept", "0.5,0.125", *extra)["settings"]
+    assert [row["budget_share"] for row in rows] == [0.5, 0.125]
+    for row in rows:
+        assert 0 < row["kept_share"] <= row["budget_share"] * 1.01 and row["kept_share"] > row["budget_share"] * 0.7, row
+        assert row["kld"] > 0 and row["nll"] > 0 and 0 <= row["top1"] <= 1
+    again = measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "512", "--continuation", "16", "--chunks", "2",
+                    "--policy", "importance_score", "--kept", "0.5,0.125", *extra)["settings"]
+    assert again == rows  # nothing is left to chance
+
+
+@pytest.mark.parametrize("question", ["after", "aware"])
+def test_needles(tiny, tmp_path, question):
+    numbers = measure(tmp_path, "needle", "-m", tiny, "-f", TEXT, "--context", "300", "--samples", "2", "--needles", "2",
+                      "--question", question, "--policy", "local_window", "--kept", "0.5")
+    assert len(numbers["samples"]) == 4 and 0 <= numbers["accuracy"] <= 1 and 0.3 < numbers["kept_share"] <= 0.51
+    assert len({(s["sample"], s["city"]) for s in numbers["samples"]}) == 4
+
+
+def test_calibrated_sizes_are_a_config(tiny, tmp_path):
+    config = tmp_path / "tiny.tlc.json"
+    result = run("calibrate", "-m", tiny, "-f", TEXT, "--context", "512", "--chunks", "2", "--kept", "0.4", "-o", str(config))
+    assert result.returncode == 0, result.stderr
+    layers = json.loads(config.read_text())
+    assert sorted(layers) == ["0", "1"] and all(len(layer["lanes"]) == 2 for layer in layers.values())
+    stats = tmp_path / "stats.json"
+    result = subprocess.run([MAIN, "-m", tiny, "-f", TEXT, "-c", "2048", "-n", "4", "-t", "1", "--cache-eviction",
+                             "--eviction-config", str(config), "--stats-json", str(stats)], stdin=subprocess.DEVNULL,
+                            capture_output=True, timeout=120)
+    if result.returncode != 0:  # the text is longer than the tiny model's context
+        result = subprocess.run([MAIN, "-m", tiny, "-p", "word " * 300, "-n", "4", "-t", "1", "--cache-eviction",
+                                 "--eviction-config", str(config), "--stats-json", str(stats)], stdin=subprocess.DEVNULL,
+                                capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lengths = [layer["mean_length"] for layer in json.loads(stats.read_text())["layers"]]
+    for length, layer in zip(lengths, (layers["0"], layers["1"])):
+        assert length <= sum(layer["lanes"]) / 2
+
+
+@pytest.mark.parametrize("args, what", [
+    (["kld"], "no model"), (["kld", "-m", "M"], "no text"), (["kld", "-m", "M", "-f", TEXT, "--policy", "local_window"], "budget"),
+    (["kld", "-m", "M", "-f", TEXT, "--kept", "2", "--policy", "local_window"], "shares"),
+    (["kld", "-m", "M", "-f", TEXT, "--policy", "local_windo", "--kept", "0.5"], "did you mean"),
+    (["kld", "-m", "M", "-f", TEXT, "--chunks", "4000"], "fewer"), (["needle", "-m", "M", "-f", TEXT, "--depth-low", "0.9",
+                                                                    "--depth-high", "0.1"], "above")])
+def test_mistakes(tiny, args, what):
+    result = run(*[tiny if a == "M" else a for a in args])
+    assert result.returncode == 2 and what in result.stderr and result.stdout == "", result
+    assert len(result.stderr.strip().splitlines()) <= 3
+
+
+@needs_real
+def test_scores_beat_a_window(tmp_path):
+    """cases.md row 3: at no budget worse than local_window of equal size, and worse smoothly as the budget shrinks."""
+    budgets, context = [32, 48, 64, 128, 512, 600], 2400
+    shares = ",".join(f"{(n + 0.5) / context:.6f}" for n in budgets)
+    kld = {}
+    for policy in ("local_window", "importance_score"):
+        rows = measure(tmp_path, "kld", "-m", REAL, "-f", TEXT, "--context", str(context), "--continuation", "128", "--chunks", "2",
+                       "--policy", policy, "--kept", shares)["settings"]
+        kld[policy] = [row["kld"] for row in rows]
+    for n, window, score in zip(budgets, kld["local_window"], kld["importance_score"]):
+        assert score <= window * 1.05, (n, kld)
+    assert sum(kld["importance_score"]) < 0.95 * sum(kld["local_window"]), kld
+    for smaller, larger in zip(kld["importance_score"], kld["importance_score"][1:]):
+        assert larger <= smaller * 1.05, kld
+
+
+@needs_real
+def test_no_loops(tmp_path):
+    for budget in (48, 64, 128, 512):
+        stats = tmp_path / "stats.json"
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({"0-": {"policy": "importance_score", "max_cache_size": budget}}))
+        result = subprocess.run([MAIN, "-m", REAL, "-f", TEXT, "-n", "64", "--temp", "0", "-t", "1", "--cache-eviction",
+                                 "--prefill", "streaming", "--eviction-config", str(config), "--stats-json", str(stats)],
+                                stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        tokens = json.loads(stats.read_text())["generated_token_ids"]
+        assert len(set(tokens)) >= 0.3 * len(tokens), (budget, tokens)
+
+
+@needs_real
+def test_reconstruction_finds_what_a_window_lost(tmp_path):
+    """Needles in the first 40 % of a text of which a quarter is kept, asked for afterwards."""
+    common = ["needle", "-m", REAL, "-f", TEXT, "--context", "1200", "--samples", "4", "--depth-high", "0.4", "--evict", "once",
+              "--kept", "0.25"]
+    window = measure(tmp_path, *common, "--policy", "local_window")
+    scored = measure(tmp_path, *common, "--policy", "importance_score", "--score", "reconstruct", "--budget", "adaptive")
+    assert scored["accuracy_full"] == 1 and window["accuracy"] == 0
+    assert scored["kept_share"] <= 0.2501 and scored["accuracy"] >= 0.75, scored
