@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/select.h>
 #include <unistd.h>
 
 #define TERMINAL_LINE_BYTES 4096 /* what Linux keeps of a line, its end included, until it is read */
@@ -431,9 +432,33 @@ static void begin_input(input *in) {
     }
 }
 
-/* getline, but lines end at LINE_BYTES_MAX: -1 with errno EFBIG. */
+/* Waits until a terminal has a line. False with errno EINTR when a signal came, however short before the wait: signals are let in by
+ * the wait alone. */
+static bool wait_for_line(void) {
+    sigset_t signals, before;
+    sigemptyset(&signals);
+    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGCONT};
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
+        sigaddset(&signals, numbers[i]);
+    }
+    sigprocmask(SIG_BLOCK, &signals, &before);
+    fd_set set;
+    FD_ZERO(&set);
+    FD_SET(STDIN_FILENO, &set);
+    errno = EINTR;
+    const bool there = !dt_interrupted && pselect(STDIN_FILENO + 1, &set, NULL, NULL, NULL, &before) > 0;
+    const int reason = errno;
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    errno = reason;
+    return there;
+}
+
+/* getline, but lines end at LINE_BYTES_MAX: -1 with errno EFBIG. A terminal gives one line at a time, so none is buffered here. */
 static ssize_t get_line(input *in) {
     size_t n = 0;
+    if (in->terminal && !wait_for_line()) {
+        return -1;
+    }
     for (int c = 0; c != '\n' && (c = getc(stdin)) != EOF;) {
         if (n == LINE_BYTES_MAX) {
             errno = EFBIG;

@@ -327,24 +327,19 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
     return status;
 }
 
+/* What is due: repetition where scores come from it, then a round. */
 static dt_status evict(dt_session *s, dt_error *error) {
-    if (choose_repeated(s)) {
-        const dt_status status = reconstruct(s, error);
-        if (status != DT_OK) {
-            return status;
-        }
-    }
-    if (s->params.evict == DT_EVICT_HELD || s->evicted_once) {
-        return DT_OK;
-    }
     const int64_t start = dt_clock_us();
-    dt_round_result result;
-    const dt_status status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
-    if (result.has_dropped) {
-        s->whole_from = s->n_tokens;
+    dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
+    if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
+        dt_round_result result;
+        status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
+        if (result.has_dropped) {
+            s->whole_from = s->n_tokens;
+        }
+        s->stats.eviction_rounds += result.n_rounds;
+        s->stats.evicted_tokens += result.n_evicted;
     }
-    s->stats.eviction_rounds += result.n_rounds;
-    s->stats.evicted_tokens += result.n_evicted;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
 }
