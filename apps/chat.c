@@ -447,7 +447,7 @@ static bool wait_for_line(void) {
     FD_SET(STDIN_FILENO, &set);
     errno = EINTR;
     const bool there = !dt_interrupted && pselect(STDIN_FILENO + 1, &set, NULL, NULL, NULL, &before) > 0;
-    const int reason = errno;
+    const int reason = there ? 0 : errno;
     sigprocmask(SIG_SETMASK, &before, NULL);
     errno = reason;
     return there;

@@ -22,7 +22,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. The capital of France is Pa
 def test_same_text_as_without(tmp_path, flags):
     """Cold, again, longer, shorter, diverging at token 10, after an empty one: at temperature 0 never another text."""
     session = tmp_path / "s.bin"
-    flags = (*flags, "-n", "24", "--temp", "0")
+    flags = (*flags, "-n", "24", "--temp", "0", "--kernel", "reference")  # which rounds alike for any batch
     diverging = TEXT.replace("dog", "cat")
     for prompt in (TEXT, TEXT, TEXT + " Rome. In Spain it is", TEXT[:60], diverging, "", TEXT):
         if prompt == "":  # this model has no start token to begin from; the file stays as it is
