@@ -234,13 +234,19 @@ static void test_every_draft_length(void **state) {
 static void test_every_boundary(void **state) {
     const fixture *f = *state;
     const dt_sampler_params sampling = greedy_sampling();
+    const char *own =
+        "{\"0-1\": {\"policy\": \"importance_score\", \"max_cache_size\": %d, \"min_cache_size\": %d, \"recent_window\": 8},"
+        " \"2\": {\"policy\": \"%s\", \"max_cache_size\": %d, \"min_cache_size\": 8, \"recent_window\": 8}}";
+    const char *shared =
+        "{\"budget\": \"adaptive\", \"total_cache_size\": %d, \"layers\": {\"0-\": {\"policy\": \"importance_score\","
+        " \"max_cache_size\": %d, \"min_cache_size\": 8, \"recent_window\": 8}}}";
     for (int32_t max = 60; max < 77; max++) {
         char config[256];
-        snprintf(
-            config, sizeof config,
-            "{\"0-1\": {\"policy\": \"importance_score\", \"max_cache_size\": %d, \"min_cache_size\": %d, \"recent_window\": 8},"
-            " \"2\": {\"policy\": \"%s\", \"max_cache_size\": %d, \"min_cache_size\": 8, \"recent_window\": 8}}",
-            max, max - 20, max % 2 ? "local_window" : "importance_score", max + 3);
+        if (max % 5 == 0) {
+            snprintf(config, sizeof config, shared, 3 * max - 10, max + 20);
+        } else {
+            snprintf(config, sizeof config, own, max, max - 20, max % 2 ? "local_window" : "importance_score", max + 3);
+        }
         dt_eviction *eviction = eviction_from_json(f->model, config);
         const dt_session_params params = params_of(eviction);
         outcome plain = generate(f, &params, &sampling, NO_DRAFT, 0, N_PREDICT, -1);
@@ -258,6 +264,30 @@ static void test_every_boundary(void **state) {
         dt_session_free(plain.session);
         dt_eviction_free(eviction);
     }
+}
+
+/* What a sliding window has passed leaves the cache at the same tokens as without drafts. */
+static void test_sliding_windows(void **state) {
+    const fixture *f = *state;
+    tiny_model_params p = shape(1, 3);
+    p.window = 16;
+    p.window_period = 2;
+    fixture windowed = *f;
+    windowed.model = open_model(write_tiny(&p), true);
+    const dt_session_params params = params_of(NULL);
+    const dt_sampler_params sampling = greedy_sampling();
+    outcome plain = generate(&windowed, &params, &sampling, NO_DRAFT, 0, N_PREDICT, -1);
+    memcpy(known.tokens, f->prompt, sizeof f->prompt);
+    memcpy(known.tokens + N_PROMPT, plain.tokens, sizeof plain.tokens);
+    known.n = N_PROMPT + N_PREDICT;
+    for (int32_t draft_max = 1; draft_max <= 16; draft_max++) {
+        known.period = 5 + draft_max;
+        outcome drafted = generate(&windowed, &params, &sampling, ORACLE, draft_max, N_PREDICT, -1);
+        assert_same_run(&windowed, &plain, &drafted);
+        dt_session_free(drafted.session);
+    }
+    dt_session_free(plain.session);
+    dt_model_close(windowed.model);
 }
 
 /* The model's own end, in mid-draft: nothing comes after it. */
@@ -465,6 +495,7 @@ int main(void) {
         cmocka_unit_test(test_lookup),
         cmocka_unit_test(test_every_draft_length),
         cmocka_unit_test(test_every_boundary),
+        cmocka_unit_test(test_sliding_windows),
         cmocka_unit_test(test_end_token_in_mid_draft),
         cmocka_unit_test(test_ends_in_mid_draft),
         cmocka_unit_test(test_context_ends_in_mid_draft),

@@ -18,9 +18,16 @@
     "{\"0-1\": {\"policy\": \"importance_score\", \"max_cache_size\": 128, \"min_cache_size\": 32, \"recent_window\": 16},"        \
     " \"2\": {\"policy\": \"local_window\", \"max_cache_size\": 200, \"min_cache_size\": 48, \"recent_window\": 16}}"
 
+#define RECONSTRUCT                                                                                                                \
+    "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 128, \"min_cache_size\": 32,"     \
+    " \"recent_window\": 16}}"
+#define SHARED                                                                                                                     \
+    "{\"budget\": \"adaptive\", \"total_cache_size\": 300, \"layers\": {\"0-\": {\"policy\": \"importance_score\","                \
+    " \"max_cache_size\": 200, \"min_cache_size\": 32, \"recent_window\": 16}}}"
+
 typedef struct fixture {
     dt_model *model;
-    dt_eviction *eviction;
+    dt_eviction *eviction, *reconstruct, *shared;
     int32_t tokens[N_CTX];
 } fixture;
 
@@ -40,6 +47,8 @@ static int setup(void **state) {
     p.n_ctx = N_CTX;
     f->model = open_model(write_tiny(&p), true);
     f->eviction = eviction_from_json(f->model, CONFIG);
+    f->reconstruct = eviction_from_json(f->model, RECONSTRUCT);
+    f->shared = eviction_from_json(f->model, SHARED);
     random_tokens(f->tokens, N_CTX, 3, dt_model_get_info(f->model)->n_vocab, 5);
     *state = f;
     return 0;
@@ -48,6 +57,8 @@ static int setup(void **state) {
 static int teardown(void **state) {
     fixture *f = *state;
     dt_eviction_free(f->eviction);
+    dt_eviction_free(f->reconstruct);
+    dt_eviction_free(f->shared);
     dt_model_close(f->model);
     free(f);
     return 0;
@@ -81,10 +92,12 @@ static double foretold_mib(void) {
 static void test_any_limit_is_held(void **state) {
     const fixture *f = *state;
     dt_log_set(keep_log, NULL);
-    for (int evict = 0; evict < 2; evict++) {
+    const dt_eviction *evictions[] = {NULL, f->eviction, f->reconstruct, f->shared};
+    for (size_t e = 0; e < sizeof evictions / sizeof evictions[0]; e++) {
         bool refused = false, kept = false, int8 = false;
         for (uint64_t limit = 1 << 20; limit > 4096; limit -= limit / 7) {
-            dt_session_params params = params_of(f, evict);
+            dt_session_params params = params_of(f, false);
+            params.eviction = evictions[e];
             params.kv_memory = limit;
             dt_session *s = NULL;
             dt_error error = {0};

@@ -24,9 +24,16 @@
     "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 32, \"min_cache_size\": 8, \"recent_window\": 8},"             \
     " \"1\": {\"policy\": \"local_window\", \"max_cache_size\": 40, \"min_cache_size\": 8, \"recent_window\": 8}}"
 
+#define RECONSTRUCT_32                                                                                                             \
+    "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 32, \"min_cache_size\": 8,"       \
+    " \"recent_window\": 8}}"
+#define SHARED_90                                                                                                                  \
+    "{\"budget\": \"adaptive\", \"total_cache_size\": 90, \"layers\": {\"0-\": {\"policy\": \"importance_score\","                 \
+    " \"max_cache_size\": 60, \"min_cache_size\": 12, \"recent_window\": 8}}}"
+
 typedef struct fixture {
     dt_model *model;
-    dt_eviction *eviction;
+    dt_eviction *eviction, *reconstruct, *shared;
     int32_t n_vocab;
     int32_t tokens[N_CTX];
     char folder[64], path[96];
@@ -39,6 +46,8 @@ static int setup(void **state) {
     p.n_ctx = N_CTX;
     f->model = open_model(write_tiny(&p), true);
     f->eviction = eviction_from_json(f->model, EVICT_32);
+    f->reconstruct = eviction_from_json(f->model, RECONSTRUCT_32);
+    f->shared = eviction_from_json(f->model, SHARED_90);
     f->n_vocab = dt_model_get_info(f->model)->n_vocab;
     random_tokens(f->tokens, N_CTX, 3, f->n_vocab, 5);
     snprintf(f->folder, sizeof f->folder, "/tmp/dt-session-XXXXXX");
@@ -51,6 +60,8 @@ static int setup(void **state) {
 static int teardown(void **state) {
     fixture *f = *state;
     dt_eviction_free(f->eviction);
+    dt_eviction_free(f->reconstruct);
+    dt_eviction_free(f->shared);
     dt_model_close(f->model);
     unlink(f->path);
     assert_int_equal(rmdir(f->folder), 0); /* no temporary file was left behind */
@@ -96,9 +107,11 @@ static void assert_goes_on_alike(dt_session *a, dt_session *b, const fixture *f)
 
 static void test_loaded_goes_on_as_saved(void **state) {
     const fixture *f = *state;
-    for (int evict = 0; evict < 2; evict++) {
+    const dt_eviction *evictions[] = {NULL, f->eviction, f->reconstruct, f->shared};
+    for (size_t e = 0; e < sizeof evictions / sizeof evictions[0]; e++) {
         for (int type = DT_KV_F16; type <= DT_KV_INT8; type++) {
-            dt_session_params params = params_of(f, evict, (dt_kv_type)type);
+            dt_session_params params = params_of(f, false, (dt_kv_type)type);
+            params.eviction = evictions[e];
             dt_session *saved = open_session(f->model, &params);
             dt_session *loaded = open_session(f->model, &params);
             params.kv_block_tokens = 64; /* a file knows nothing of blocks */
@@ -253,6 +266,26 @@ static void test_other_budgets(void **state) {
     sync_tokens(saved, f->tokens, 130);
     dt_session_free(saved);
     dt_session_free(loaded);
+    /* peaks that the file lacks are made by repeating, where all tokens are there, or begin at zero */
+    for (int evict = 0; evict < 2; evict++) {
+        params = params_of(f, evict, DT_KV_F16);
+        saved = open_session(f->model, &params);
+        params.eviction = f->reconstruct;
+        loaded = open_session(f->model, &params);
+        sync_tokens(saved, f->tokens, 100);
+        save(saved, NULL, f->path);
+        load(loaded, NULL, f->path);
+        sync_tokens(loaded, f->tokens, 120);
+        if (!evict) {
+            dt_session *whole = open_session(f->model, &params);
+            sync_tokens(whole, f->tokens, 100);
+            save(whole, NULL, f->path);
+            load(saved, NULL, f->path);
+            dt_session_free(whole);
+        }
+        dt_session_free(saved);
+        dt_session_free(loaded);
+    }
 }
 
 /* ---- refusals ---- */

@@ -39,10 +39,11 @@ class Model:
         self._handle = ctypes.c_void_p()
         call("dt_model_open", os.fsencode(path), dt_model_params(no_mmap=no_mmap), ctypes.byref(self._handle))
         info = lib.dt_model_get_info(self._handle).contents
-        self.info = {name: getattr(info, name) for name, _ in info._fields_ if name != "n_kv_heads"}
+        self.info = {name: getattr(info, name) for name, _ in info._fields_}
         for name in ("architecture", "name", "weight_type"):
             self.info[name] = self.info[name].decode("utf-8", "replace")
-        self.info["n_kv_heads"] = info.n_kv_heads[:info.n_layers]
+        for name in ("n_kv_heads", "windows"):
+            self.info[name] = self.info[name][:info.n_layers]
 
     def __del__(self):
         if getattr(self, "_handle", None):

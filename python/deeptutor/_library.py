@@ -29,7 +29,8 @@ class dt_model_params(Structure):
 class dt_model_info(Structure):
     _fields_ = [("architecture", c_char_p), ("name", c_char_p), ("weight_type", c_char_p), ("n_layers", c_int32),
                 ("n_embd", c_int32), ("n_heads", c_int32), ("n_vocab", c_int32), ("n_ctx_train", c_int32),
-                ("head_dim_k", c_int32), ("head_dim_v", c_int32), ("n_kv_heads", POINTER(c_int32)), ("n_params", c_uint64),
+                ("head_dim_k", c_int32), ("head_dim_v", c_int32), ("n_kv_heads", POINTER(c_int32)), ("windows", POINTER(c_int32)),
+                ("n_params", c_uint64),
                 ("weight_bytes", c_uint64), ("step_weight_bytes", c_uint64), ("has_tokenizer", c_bool),
                 ("has_chat_template", c_bool)]
 

@@ -47,8 +47,11 @@ static int32_t expected_tokens(const dt_session_params *params) {
 static uint64_t weigh(plan *p, bool evicts) {
     const int32_t n_layers = p->model->info.n_layers, n = expected_tokens(p->params);
     int32_t n_sharing = 0;
+    int32_t repeated = 0; /* tokens that reconstruct appends to every layer for a while */
     for (int32_t i = 0; i < n_layers; i++) {
         n_sharing += p->budgets[i].policy != NULL;
+        repeated =
+            p->budgets[i].policy && p->budgets[i].policy->needs_peak ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : repeated;
     }
     n_sharing = DT_MAX(n_sharing, 1);
     const bool bounded = evicts && p->params->evict == DT_EVICT_ALWAYS && p->params->prefill == DT_PREFILL_STREAMING;
@@ -61,7 +64,6 @@ static uint64_t weigh(plan *p, bool evicts) {
         const dt_budget *b = &p->budgets[i];
         const int64_t max = p->total > 0 ? p->total / n_sharing + p->params->kv_block_tokens : b->max_cache_size;
         const int64_t budget = b->policy && bounded ? DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch : n;
-        const int32_t repeated = b->policy && b->policy->needs_peak ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : 0;
         p->longest[i] = (int32_t)DT_MIN(budget, (int64_t)n) + repeated;
     }
     p->bytes = dt_kv_bytes_bound(layers, n_layers, p->longest, p->total);

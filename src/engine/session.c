@@ -355,12 +355,12 @@ static bool may_evict(const dt_session *s) {
 }
 
 int32_t dt_session_tokens_to_round(const dt_session *s) {
-    int64_t most = INT32_MAX;
+    int64_t most = dt_kv_slide_room(s->kv) + 1;
     for (int32_t i = 0; may_evict(s) && i < s->model->info.n_layers; i++) {
         const int64_t room = dt_kv_room(s->kv, i);
         most = room < most ? room + 1 : most;
     }
-    return (int32_t)DT_MAX(most, 1);
+    return (int32_t)DT_MIN(DT_MAX(most, 1), (int64_t)INT32_MAX);
 }
 
 dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, const float **logits, dt_error *error) {
@@ -415,7 +415,10 @@ dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilit
     s->stats.draft_accepted += DT_MAX(n_keep - 1, 0);
     s->stats.decode_tokens += n_keep;
     s->n_draft = 0;
-    const dt_status status = evict(s, error);
+    dt_status status = dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, error);
+    if (status == DT_OK) {
+        status = evict(s, error);
+    }
     s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
 }

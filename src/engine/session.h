@@ -51,7 +51,8 @@ dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_erro
  * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session
  * as appending those tokens one by one would. */
 
-/* Tokens that may be drafted at once: with so many a round is due after the last one, and never before. At least 1. */
+/* Tokens that may be drafted at once: with so many a round, or the drop of what a window
+ * has passed, is due after the last one, and never before. At least 1. */
 int32_t dt_session_tokens_to_round(const dt_session *session);
 /* Computes tokens[n] after the ones there are, uncommitted. *logits: [n][V]. On failure there is nothing to keep. tokens may be the
  * session's own, behind its n_tokens. */

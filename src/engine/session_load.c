@@ -229,6 +229,9 @@ static dt_status read_columns(reader *r, dt_kv *kv, int32_t layer, int32_t lane,
     if (wants_mass && !has_mass) {
         dt_kv_make_norms(kv, layer, lane);
     }
+    if (wants_peak && has_peak && head->n_entries < r->header.n_tokens - r->header.peaks_until) {
+        return damaged(r, "tokens that are still to be repeated are missing");
+    }
     r->lacks_peaks = r->lacks_peaks || (wants_peak && !has_peak);
     return DT_OK;
 }

@@ -138,6 +138,8 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
 /* Drops what the layers' windows have passed, once it is worth it; to be called after every commit. *whole_from is raised to the
  * lowest position that dt_kv_truncate may then still go to. On failure (memory) lanes not yet treated keep more. */
 dt_status dt_kv_slide(dt_kv *kv, int32_t next_position, int32_t *whole_from, dt_error *error);
+/* Tokens that can be added before it has something to drop. */
+int64_t dt_kv_slide_room(const dt_kv *kv);
 
 /* True when the layer's policy needs attention mass, and entries have room for it. */
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);

@@ -29,12 +29,26 @@ dt_status dt_kv_drop_passed(dt_kv *kv, int32_t layer, int32_t lane, int32_t firs
     return status;
 }
 
+/* Entries that the lanes of a layer with a window may have before what it has passed goes. */
+static int64_t most_entries(const dt_kv_layer_params *params) {
+    return (int64_t)params->window + (DT_KV_REWIND_BLOCKS + 1) * (int64_t)params->format.block_tokens;
+}
+
+int64_t dt_kv_slide_room(const dt_kv *kv) {
+    int64_t room = INT32_MAX;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_params *params = &kv->layers[i].params;
+        room = params->window > 0 ? DT_MIN(room, most_entries(params) - dt_kv_length(kv, i)) : room;
+    }
+    return room;
+}
+
 dt_status dt_kv_slide(dt_kv *kv, int32_t next_position, int32_t *whole_from, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_params *params = &kv->layers[i].params;
         const int64_t rewind = (int64_t)DT_KV_REWIND_BLOCKS * params->format.block_tokens;
         const int64_t first_kept = (int64_t)next_position - rewind - params->window + 1;
-        if (params->window == 0 || dt_kv_length(kv, i) <= params->window + rewind + params->format.block_tokens) {
+        if (params->window == 0 || dt_kv_length(kv, i) <= most_entries(params)) {
             continue;
         }
         for (int32_t lane = 0; lane < params->n_lanes; lane++) {
