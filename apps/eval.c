@@ -269,7 +269,12 @@ static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *e
 }
 
 static void print_usage(FILE *file, const char *program) {
-    fprintf(file, "usage: %s kld|needle|calibrate -m FILE -f TEXT [flags]; kld --help lists kld's\n", program);
+    fprintf(file,
+            "usage: %s COMMAND -m FILE -f TEXT [flags]   (COMMAND --help lists the flags)\n"
+            "  kld        how far next-token distributions after eviction are from the full cache's\n"
+            "  needle     facts hidden in the text, asked for from the evicted and the full cache\n"
+            "  calibrate  measures how much each KV head needs, and writes an eviction config\n",
+            program);
 }
 
 static const command *find_command(const char *name) {

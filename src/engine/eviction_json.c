@@ -326,7 +326,7 @@ static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], cons
                        "%d leaves no room: it must be above sink_tokens %d + recent_window %d = %" PRId64, least,
                        budget.sink_tokens, budget.recent_window, (int64_t)budget.sink_tokens + budget.recent_window);
     }
-    if (request->min_cache_size == 0) {
+    if (request->min_cache_size == 0 && at[MIN_SIZE] >= 0) {
         warn_at(r, at[MIN_SIZE],
                 "min_cache_size 0: nothing keeps later budgets from emptying these layers but sinks and recent window");
     }
