@@ -218,7 +218,7 @@ static char *real_path(const char *path) {
 }
 
 static dt_status cannot_write(dt_error *error, const char *path, int reason) {
-    snprintf(error->message, sizeof error->message, "%s can't be written: %s; name another file with --stats-json", path,
+    snprintf(error->message, sizeof error->message, "%s can't be written: %s; name another file for the numbers", path,
              strerror(reason));
     return error->code = reason == ENOMEM ? DT_ERR_MEMORY : DT_ERR_IO;
 }

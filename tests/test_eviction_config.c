@@ -448,9 +448,10 @@ static void test_shared_budget(void **state) {
                   "\"total_cache_size\" and \"layers\"");
     require_error(4, "{\n\"budget\": \"equal\", \"total_cache_size\": 1, \"layers\": {}}",
                   "e.json:2: \"budget\": must be \"adaptive\"; leave it out for sizes per layer");
-    require_error(4, "{\"budget\": \"adaptive\",\n\"total_cache_size\": 1.5, \"layers\": {}}",
-                  "e.json:2: \"total_cache_size\": must be a whole number of tokens, summed over layers, such as 65536");
-    require_error(4, "{\"budget\": \"adaptive\", \"total_cache_size\": 9, \"0\": {}}",
+    require_error(
+        4, "{\"budget\": \"adaptive\",\n\"total_cache_size\": 1.5, \"layers\": {}}",
+        "e.json:2: \"total_cache_size\": must be a whole number of tokens, summed over layers, such as 65536, and at least 32");
+    require_error(4, "{\"budget\": \"adaptive\", \"total_cache_size\": 99, \"0\": {}}",
                   "e.json:1: \"0\": is not known beside \"budget\", \"total_cache_size\" and \"layers\"; layers are named in "
                   "\"layers\"");
     require_error(4,
@@ -460,9 +461,18 @@ static void test_shared_budget(void **state) {
     require_error(
         4,
         "{\"budget\": \"adaptive\", \"total_cache_size\": 100, \"layers\": {\"0-\": {\"policy\": "
-        "\"local_window\", \"recent_window\": 32}}}",
+        "\"importance_score\", \"recent_window\": 32}}}",
         "e.json: \"total_cache_size\" 100 is less than the 148 tokens that sinks, recent windows and min_cache_size of all "
         "layers keep");
+    require_error(
+        4, "{\"budget\": \"adaptive\", \"total_cache_size\": 900, \"layers\": {\"0\": {\"policy\": \"local_window\"}}}",
+        "e.json: a shared budget compares scores between layers, so all that evict need policy importance_score and the same "
+        "score; layer 0 differs");
+    text = "{\"budget\": \"adaptive\", \"total_cache_size\": 400, \"layers\": {\"0-\": {\"policy\": \"importance_score\"}}}";
+    assert_int_equal(dt_eviction_config_text(4, "e.json", text, strlen(text), &eviction, &error), DT_OK);
+    assert_int_equal(dt_eviction_override(eviction, 0, 100, &error), DT_OK);
+    assert_int_equal(dt_eviction_override(eviction, 0, 101, &error), DT_ERR_CONFIG);
+    dt_eviction_free(eviction);
 }
 
 static void test_lines_in_odd_texts(void **state) {

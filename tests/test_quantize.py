@@ -138,6 +138,19 @@ def test_stopped(tmp_path):
         assert process.returncode == code and [p.name for p in tmp_path.iterdir()] == ["source.gguf"]
 
 
+@pytest.mark.skipif(not os.environ.get("DT_MAKE_MODEL"), reason="DT_MAKE_MODEL names no program")
+def test_only_files_are_replaced(tmp_path):
+    source = tmp_path / "source.gguf"
+    subprocess.run([os.environ["DT_MAKE_MODEL"], str(source), "--layers", "1", "--embd", "64", "--heads", "2", "--kv-heads", "2",
+                    "--head-dim", "32", "--ff", "64", "--vocab", "320", "--type", "f16"], check=True, timeout=60)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(source)
+    for name in ("pipe", "link", "."):
+        result = subprocess.run([QUANTIZE, str(source), str(tmp_path / name), "Q8_0"], capture_output=True, text=True, timeout=60)
+        assert result.returncode != 0 and ("no regular file" in result.stderr or "same file" in result.stderr), (name, result)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+
+
 def test_help_and_list():
     assert quantize("--help").returncode == 0 and "Q4_K_M" in quantize("--list").stdout.split()
     assert quantize("--version").stdout.startswith("DeepTutor ")

@@ -389,6 +389,26 @@ static void test_a_shared_budget_follows_the_scores(void **state) {
     assert_int_equal(atomic_load(&memory.bytes), 0);
 }
 
+/* Equal scores, as of a session that was loaded without them: the budget is filled all the same, with the newest. */
+static void test_a_shared_budget_of_equal_scores(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL},
+                                 {&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL}};
+    dt_kv *kv = new_cache(budgets, 2, 3);
+    dt_error error;
+    int32_t next = 0;
+    dt_round_result result;
+    require(dt_kv_set_budgets(kv, budgets, 160, &error), &error);
+    add(kv, 2, 3, &next, 200);
+    require(dt_kv_round(kv, next, true, &result, &error), &error);
+    require(dt_kv_check(kv, &error), &error);
+    for (int32_t layer = 0; layer < 2; layer++) {
+        assert_int_equal(lane_length(kv, layer, 0), 80);
+    }
+    dt_kv_free(kv);
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+}
+
 static void test_budgets_need_what_was_collected(void **state) {
     (void)state;
     const dt_budget window[] = {{&dt_policy_local_window, 64, 10, 3, 8, NULL}};
@@ -417,6 +437,7 @@ int main(void) {
         cmocka_unit_test(test_a_failed_round_leaves_a_whole_cache),
         cmocka_unit_test(test_lanes_have_their_own_sizes),
         cmocka_unit_test(test_a_shared_budget_follows_the_scores),
+        cmocka_unit_test(test_a_shared_budget_of_equal_scores),
         cmocka_unit_test(test_budgets_need_what_was_collected),
     };
     return cmocka_run_group_tests_name("round", tests, NULL, NULL);

@@ -189,11 +189,12 @@ static dt_status override_layer(int32_t layer, int32_t max, int32_t min, dt_evic
         request->min_cache_size = min;
     }
     *budget = dt_eviction_complete(request);
-    if (budget->min_cache_size > budget->max_cache_size) {
+    const int32_t least = dt_eviction_smallest_lane(request);
+    if (budget->min_cache_size > least) {
         return dt_fail(
             error, DT_ERR_CONFIG,
             "--min-cache-size %d is above the max_cache_size %d of layer %d; give a smaller one, or a larger --max-cache-size",
-            budget->min_cache_size, budget->max_cache_size, layer);
+            budget->min_cache_size, least, layer);
     }
     if (!dt_eviction_has_room(request)) {
         return dt_fail(
@@ -224,6 +225,15 @@ static void log_lowered(const dt_eviction *eviction, const dt_eviction_request *
     }
 }
 
+int64_t dt_eviction_least_total(const dt_budget *budgets, int32_t n_layers) {
+    int64_t least = 0;
+    for (int32_t i = 0; i < n_layers; i++) {
+        const dt_budget *b = &budgets[i];
+        least += b->policy != NULL ? DT_MAX((int64_t)b->sink_tokens + b->recent_window + 1, b->min_cache_size) : 0;
+    }
+    return least;
+}
+
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error) {
     if (max_cache_size < 0 || min_cache_size < -1) {
         return dt_fail(error, DT_ERR_CONFIG, "%s must not be negative, but is %d",
@@ -248,6 +258,13 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
         if (status == DT_OK && spares_window(eviction, &budgets[i], eviction->windows[i])) {
             budgets[i] = (dt_budget){0};
         }
+    }
+    const int64_t least = dt_eviction_least_total(budgets, status == DT_OK ? eviction->n_layers : 0);
+    if (eviction->total_cache_size > 0 && least > eviction->total_cache_size) {
+        status = dt_fail(error, DT_ERR_CONFIG,
+                         "--min-cache-size %d asks for %" PRId64
+                         " tokens over all layers, and total_cache_size is %d; give a smaller one",
+                         min_cache_size, least, eviction->total_cache_size);
     }
     if (status != DT_OK) {
         eviction->spares_windows = spared_windows;

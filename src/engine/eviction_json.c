@@ -439,8 +439,11 @@ static dt_status read_entry(reader *r, const char *key, json_t *value) {
     if (at[SCORE] >= 0 && request.policy != NULL && request.policy->score_name != NULL) {
         request.policy = dt_policy_find(request.policy->name, json_string_value(json_object_get(value, field_names[SCORE])));
     }
-    if (r->eviction->total_cache_size > 0 && at[MAX_SIZE] < 0 && at[LANES] < 0) {
-        at[MAX_SIZE] = 0; /* no bound */
+    if (r->eviction->total_cache_size > 0) {
+        if (at[RECENT] < 0 && request.policy != NULL) {
+            request.recent_window = DT_MIN(request.recent_window, dt_eviction_smallest_lane(&request) / 4);
+        }
+        at[MAX_SIZE] = at[MAX_SIZE] < 0 && at[LANES] < 0 ? 0 : at[MAX_SIZE]; /* not given: no bound */
     }
     status = check_request(r, at, &request);
     for (int32_t layer = r->first; layer < r->end && status == DT_OK; layer++) {
@@ -488,8 +491,10 @@ static dt_status read_shared(reader *r, json_t *root) {
                 return fail_at(r, -1, NULL, "must be \"adaptive\"; leave it out for sizes per layer");
             }
         } else if (strcmp(key, "total_cache_size") == 0) {
-            if (!json_is_integer(value) || json_integer_value(value) < 1 || json_integer_value(value) > INT32_MAX) {
-                return fail_at(r, -1, NULL, "must be a whole number of tokens, summed over layers, such as 65536");
+            const json_int_t least = (json_int_t)8 * r->eviction->n_layers;
+            if (!json_is_integer(value) || json_integer_value(value) < least || json_integer_value(value) > INT32_MAX) {
+                return fail_at(r, -1, NULL, "must be a whole number of tokens, summed over layers, such as 65536, and at least %d",
+                               (int)least);
             }
             r->eviction->total_cache_size = (int32_t)json_integer_value(value);
         } else if (strcmp(key, "layers") == 0) {
@@ -515,19 +520,26 @@ static dt_status read_shared(reader *r, json_t *root) {
     return DT_OK;
 }
 
-/* Every lane must have room for its pinned tokens and one more. */
+/* Scores must compare between layers, and every lane must have room for its pinned tokens and one more. */
 static dt_status check_total(reader *r) {
-    int64_t least = 0;
-    for (int32_t i = 0; i < r->eviction->n_layers; i++) {
-        const dt_budget *b = &r->eviction->budgets[i];
-        least += b->policy != NULL ? DT_MAX((int64_t)b->sink_tokens + b->recent_window + 1, b->min_cache_size) : 0;
+    const dt_eviction *e = r->eviction;
+    const dt_policy *policy = NULL;
+    for (int32_t i = 0; i < e->n_layers; i++) {
+        const dt_policy *own = e->budgets[i].policy;
+        if (own == &dt_policy_local_window || (own != NULL && policy != NULL && own != policy)) {
+            return dt_fail(r->error, DT_ERR_CONFIG,
+                           "%s: a shared budget compares scores between layers, so all that evict need policy importance_score and "
+                           "the same score; layer %d differs",
+                           r->path, i);
+        }
+        policy = own != NULL ? own : policy;
     }
-    if (r->eviction->total_cache_size < least) {
+    const int64_t least = dt_eviction_least_total(e->budgets, e->n_layers);
+    if (e->total_cache_size < least) {
         return dt_fail(r->error, DT_ERR_CONFIG,
                        "%s: \"total_cache_size\" %d is less than the %" PRId64
-                       " tokens that sinks, recent windows and min_cache_size "
-                       "of all layers keep",
-                       r->path, r->eviction->total_cache_size, least);
+                       " tokens that sinks, recent windows and min_cache_size of all layers keep",
+                       r->path, e->total_cache_size, least);
     }
     return DT_OK;
 }

@@ -12,6 +12,8 @@ dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, 
 dt_budget dt_eviction_complete(const dt_eviction_request *request);
 /* The smallest size that any lane may have. */
 int32_t dt_eviction_smallest_lane(const dt_eviction_request *request);
+/* Tokens that sinks, recent windows and min_cache_size of all layers keep. */
+int64_t dt_eviction_least_total(const dt_budget *budgets, int32_t n_layers);
 /* False when sinks and recent window alone fill a lane. */
 bool dt_eviction_has_room(const dt_eviction_request *request);
 /* "7" or "0-15" for the layers [first, end). */

@@ -91,6 +91,12 @@ static int32_t kept_at(const shared_lane *lane, float threshold) {
     return DT_MIN(DT_MAX(n, lane->least), lane->most);
 }
 
+static float number_of(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
 static double total_at(const shared_lane *lanes, int32_t n_lanes, float threshold) {
     double total = 0;
     for (int32_t i = 0; i < n_lanes; i++) {
@@ -99,21 +105,31 @@ static double total_at(const shared_lane *lanes, int32_t n_lanes, float threshol
     return total;
 }
 
-/* The lowest threshold at which no more than `total` entries stay. Numbers above 0 are ordered as their bits are. */
-static float find_threshold(const shared_lane *lanes, int32_t n_lanes, double total) {
+/* The lowest threshold at which no more than `total` entries stay, as bits: numbers from 0 to infinity are ordered as these are. */
+static uint32_t find_threshold(const shared_lane *lanes, int32_t n_lanes, double total) {
     uint32_t low = 0, high = 0x7F800000u; /* 0 keeps everything, infinity the pinned ones */
-    float threshold = 0;
     while (low < high) {
         const uint32_t middle = low + (high - low) / 2;
-        memcpy(&threshold, &middle, sizeof threshold);
-        if (total_at(lanes, n_lanes, threshold) > total) {
+        if (total_at(lanes, n_lanes, number_of(middle)) > total) {
             low = middle + 1;
         } else {
             high = middle;
         }
     }
-    memcpy(&threshold, &low, sizeof threshold);
-    return threshold;
+    return low;
+}
+
+/* Entries that each lane keeps. Where many scores are equal, the next lower threshold keeps far too many and this one too few: every
+ * lane then takes the same share of the difference. */
+static void fill_lanes(const shared_lane *lanes, int32_t n_lanes, double total, int32_t *keep) {
+    const uint32_t bits = find_threshold(lanes, n_lanes, total);
+    const float above = number_of(bits), below = number_of(bits > 0 ? bits - 1 : 0);
+    const double kept = total_at(lanes, n_lanes, above), more = total_at(lanes, n_lanes, below) - kept;
+    const double share = more > 0 ? DT_MIN(DT_MAX(total - kept, 0.0) / more, 1.0) : 0;
+    for (int32_t i = 0; i < n_lanes; i++) {
+        const int32_t least = kept_at(&lanes[i], above);
+        keep[i] = least + (int32_t)(share * (kept_at(&lanes[i], below) - least));
+    }
 }
 
 /* Scores a lane's entries; scores[n_free] are those of entries that are not pinned, negative ones and NaN as 0. */
@@ -137,9 +153,11 @@ static void score_lane(const dt_kv *kv, int32_t layer, int32_t lane, int32_t nex
                          .weight = 1.0 / kv->layers[layer].params.n_lanes};
 }
 
-/* The lanes, all scores, and one lane's positions, which are no more than all. */
+/* The lanes, all scores, and one lane's positions, which are no more than all; afterwards a number per lane there. */
 size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries) {
-    return DT_ROUND_UP((size_t)n_lanes * sizeof(shared_lane), (size_t)64) + 2 * DT_ROUND_UP(n_entries * sizeof(float), (size_t)64);
+    const size_t n_last = DT_MAX(n_entries, (size_t)n_lanes);
+    return DT_ROUND_UP((size_t)n_lanes * sizeof(shared_lane), (size_t)64) + DT_ROUND_UP(n_entries * sizeof(float), (size_t)64) +
+           DT_ROUND_UP(n_last * sizeof(float), (size_t)64);
 }
 
 static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, dt_error *error) {
@@ -163,11 +181,12 @@ static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, dt_
             scores += lanes[n].n_free;
         }
     }
-    const float threshold = find_threshold(lanes, n, total);
+    int32_t *keep = (int32_t *)(memory + lanes_bytes + scores_bytes); /* the positions are done with */
+    fill_lanes(lanes, n, total, keep);
     n = 0;
     for (int32_t i = 0, index = 0; i < kv->n_layers; i++) {
         for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++, index++) {
-            kv->keep[index] = kv->layers[i].params.budget.policy != NULL ? kept_at(&lanes[n++], threshold) : ALL;
+            kv->keep[index] = kv->layers[i].params.budget.policy != NULL ? keep[n++] : ALL;
         }
     }
     return DT_OK;

@@ -200,6 +200,10 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
         return dt_fail(error, DT_ERR_ARGUMENT, "input and output are the same file, %s; give the output another name",
                        params->input);
     }
+    struct stat info;
+    if (lstat(params->output, &info) == 0 && !S_ISREG(info.st_mode)) { /* a device, a pipe, a folder, a link would be replaced */
+        return dt_fail(error, DT_ERR_ARGUMENT, "%s is no regular file; give the output a name of its own", params->output);
+    }
     dt_gguf *gguf = NULL;
     dt_status status = dt_gguf_open(params->input, &gguf, error);
     if (status == DT_OK) {
