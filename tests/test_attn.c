@@ -692,12 +692,12 @@ static void test_batch_size_does_not_matter(void **state) {
 static void test_peaks_are_the_largest_mass(void **state) {
     (void)state;
     static const int32_t queries[] = {1, 5, 70};
-    for (int32_t i = 0; i < 12; i++) {
+    for (int32_t i = 0; i < 6; i++) {
         scene_params p = plain;
         p.n_query = queries[i % 3];
         p.n_rep = i % 2 == 0 ? 1 : 3;
         p.type_k = p.type_v = i % 4 < 2 ? DT_KV_F16 : DT_KV_INT8;
-        p.n_old = 300;
+        p.n_old = 100;
         scene *s = make_scene(&p);
         for (int32_t k = -1; k < 0 || fast_kernel(k) != NULL; k++) {
             const dt_attn_kernel *kernel = k < 0 ? reference() : fast_kernel(k);
