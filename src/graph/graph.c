@@ -184,7 +184,9 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
     int32_t n = 0;
     *n_entries = 0;
     for (int32_t i = 0; i < view->n_spans; i++) {
-        const bool in_focus = i >= first && i * block_tokens<end, in_batch = (i + 1) * block_tokens> n_committed;
+        const int32_t begin_entry = i * block_tokens, end_entry = begin_entry + block_tokens;
+        const bool in_focus = i >= first && begin_entry < end;
+        const bool in_batch = end_entry > n_committed;
         if (i == first) {
             *column = *n_entries + DT_MAX(n_committed - batch->focus_from, 0) - first * block_tokens;
         }
@@ -195,6 +197,7 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
     }
     return n;
 }
+
 static int32_t n_mass_rows(const dt_batch *batch) { return batch->observe_apart ? batch->n_observed : 1; }
 
 /* Points every lane at the cache's content and, in observed layers, at its row of the mass buffer. */
