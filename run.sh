@@ -72,6 +72,7 @@ check_tools() {
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 || need "Python 3.9 or newer" python3 python
     python3 -m pip --version >/dev/null 2>&1 || need "pip (Python's installer)" python3-pip python
     have_header jansson.h || need "jansson (JSON library)" libjansson-dev jansson
+    have_header microhttpd.h || need "libmicrohttpd (HTTP library)" libmicrohttpd-dev libmicrohttpd
     # what only the tests need is named with the rest, so that one installation serves both; alone it stops nothing but --test
     if [ $want_test = 1 ] || [ -n "$debian" ]; then
         have_header cmocka.h || need "cmocka (library, for --test)" libcmocka-dev cmocka

@@ -14,6 +14,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -38,6 +39,8 @@ static struct {
     int64_t done_at_start, done; /* tokens: at the first call, after the last step */
     double stepped;              /* when the last step ended */
 } report;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* lines and the bar may come from several threads */
 
 static double seconds_now(void) {
     struct timespec now;
@@ -65,8 +68,10 @@ static size_t bar_columns(void) {
 
 static void print_line(dt_log_level level, const char *line) {
     if (level <= report.level) {
+        pthread_mutex_lock(&lock);
         wipe_bar();
         fprintf(stderr, "%s%s\n", level == DT_LOG_ERROR ? "error: " : level == DT_LOG_WARN ? "warning: " : "", line);
+        pthread_mutex_unlock(&lock);
     }
 }
 
@@ -88,6 +93,15 @@ void dt_report(dt_log_level level, const char *format, ...) {
     vsnprintf(line, sizeof line, format, arguments);
     va_end(arguments);
     print_line(level, line);
+}
+
+static void draw_bar(const char *line) {
+    const size_t n = strlen(line), room = bar_columns() - 1; /* a full line would wrap, and then stay */
+    pthread_mutex_lock(&lock);
+    fprintf(stderr, "\r%.*s\033[K", (int)(n < room ? n : room), line);
+    fflush(stderr);
+    report.drawn = 1;
+    pthread_mutex_unlock(&lock);
 }
 
 bool dt_report_has_bar(void) { return report.bar; }
@@ -119,11 +133,16 @@ void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_
         snprintf(numbers, sizeof numbers, "  %lld tokens  %.1f tokens/s  KV %.1f MiB", (long long)done,
                  (double)(done - report.done_at_start) / (report.stepped - report.started), (double)stats.kv_bytes / 1048576.0);
     }
-    const int n = snprintf(line, sizeof line, "%s%s%s", what, percent, numbers);
-    const size_t room = bar_columns() - 1; /* a full line would wrap, and then stay */
-    fprintf(stderr, "\r%.*s\033[K", (int)((size_t)n < room ? (size_t)n : room), line);
-    fflush(stderr);
-    report.drawn = 1;
+    snprintf(line, sizeof line, "%s%s%s", what, percent, numbers);
+    draw_bar(line);
+}
+
+void dt_report_bar(const char *line) {
+    const double now = seconds_now();
+    if (report.bar && now - report.last >= 0.1) {
+        report.last = now;
+        draw_bar(line);
+    }
 }
 
 void dt_report_progress_end(void) {
