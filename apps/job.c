@@ -85,7 +85,7 @@ char *dt_valid_utf8(const char *text, size_t n, size_t *out_n) {
     size_t used = 0;
     bool open = false;
     for (size_t i = 0; out != NULL && i < n;) {
-        const size_t bytes = character_at(text + i, n - i, &open);
+        const size_t bytes = text[i] != 0 ? character_at(text + i, n - i, &open) : 0;
         memcpy(out + used, bytes > 0 ? text + i : "\xEF\xBF\xBD", bytes > 0 ? bytes : 3);
         used += bytes > 0 ? bytes : 3;
         i += bytes > 0 ? bytes : 1;

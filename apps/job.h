@@ -106,7 +106,7 @@ void dt_job_finish_choice(dt_job *job, int32_t choice, dt_finish finish);
 /* The whole job is over; wakes whoever waits. error NULL: it went well. */
 void dt_job_finish(dt_job *job, const dt_error *error);
 
-/* Text with everything that is not UTF-8 replaced by U+FFFD; *out_n its bytes, a 0 behind them. NULL: out of memory. free(). */
+/* Text with everything that is not UTF-8, and NUL, which many can't read in JSON, replaced by U+FFFD; *out_n its bytes, a 0 behind them. NULL: out of memory. free(). */
 char *dt_valid_utf8(const char *text, size_t n, size_t *out_n);
 /* Where text[n] has to be cut so that no character that may still be completed is. */
 size_t dt_whole_characters(const char *text, size_t n);
