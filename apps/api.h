@@ -64,6 +64,7 @@ char *dt_api_models(const dt_api *api);
 char *dt_api_props(const dt_api *api);
 /* Tokens of body's "content". *out_status: 200 or another code, the answer then says why. */
 char *dt_api_tokenize(const dt_api *api, const char *body, size_t n, int *out_status);
+char *dt_api_tokenizer_info(const dt_api *api);
 char *dt_api_detokenize(const dt_api *api, const char *body, size_t n, int *out_status);
 void dt_api_metrics(const dt_api *api, dt_text *text);
 

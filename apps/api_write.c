@@ -316,10 +316,11 @@ static json_t *tokens_json(const dt_api *api, const json_t *body, dt_error *erro
     const json_t *content = json_object_get(body, "content");
     content = content != NULL ? content : json_object_get(body, "prompt");
     const json_t *special = json_object_get(body, "parse_special");
+    const bool add_special = json_is_true(json_object_get(body, "add_special")) || json_is_true(json_object_get(body, "add_special_tokens"));
     int32_t *tokens = NULL;
     size_t n = 0;
     if (dt_tokenize(api->model, json_string_value(content), json_string_length(content),
-                    json_is_true(json_object_get(body, "add_special")), special == NULL || json_is_true(special), &tokens, &n,
+                    add_special, special == NULL || json_is_true(special), &tokens, &n,
                     error) != DT_OK) {
         return NULL;
     }
@@ -370,7 +371,18 @@ char *dt_api_detokenize(const dt_api *api, const char *body, size_t n, int *out_
         return refuse_body(400, "the body must be a JSON object with a list of the model's tokens as \"tokens\"", out_status);
     }
     *out_status = 200;
-    return dump(json_pack("{s:o}", "content", content));
+    return dump(json_pack("{s:O,s:o}", "content", content, "prompt", content));
+}
+
+/* What lm-evaluation-harness asks, so that it needs no tokenizer of its own. */
+char *dt_api_tokenizer_info(const dt_api *api) {
+    const int32_t n_vocab = dt_model_get_info(api->model)->n_vocab, start = dt_token_start(api->model);
+    int32_t end = 0;
+    while (end < n_vocab && !dt_token_is_end(api->model, end)) {
+        end++;
+    }
+    return dump(json_pack("{s:o,s:o,s:i}", "eos_token", end < n_vocab ? token_name(api, end) : json_null(), "bos_token",
+                          start >= 0 ? token_name(api, start) : json_null(), "vocab_size", (int)n_vocab));
 }
 
 /* ---- metrics ------------------------------------------------------------------------------------ */

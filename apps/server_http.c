@@ -336,6 +336,10 @@ static enum MHD_Result answer_completions(exchange *e) { return generate(e, DT_A
 static enum MHD_Result answer_models(exchange *e) { return send_json(e->connection, 200, dt_api_models(e->http->params.api)); }
 static enum MHD_Result answer_props(exchange *e) { return send_json(e->connection, 200, dt_api_props(e->http->params.api)); }
 
+static enum MHD_Result answer_tokenizer_info(exchange *e) {
+    return send_json(e->connection, 200, dt_api_tokenizer_info(e->http->params.api));
+}
+
 static enum MHD_Result answer_health(exchange *e) {
     const bool stopping = atomic_load(&e->http->stopping);
     char *text = strdup(stopping ? "{\"status\":\"stopping\"}" : "{\"status\":\"ok\"}");
@@ -391,6 +395,7 @@ static const route routes[] = {
     {"/v1/models", false, false, answer_models},
     {"/tokenize", true, false, answer_tokenize},
     {"/detokenize", true, false, answer_detokenize},
+    {"/tokenizer_info", false, false, answer_tokenizer_info},
     {"/health", false, true, answer_health},
     {"/metrics", false, false, answer_metrics},
     {"/props", false, true, answer_props},
