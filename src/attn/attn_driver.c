@@ -164,8 +164,8 @@ void dt_attn_driver_prepare(dt_attn_job *job) {
     plan->n_tiles = (n_rows + DT_TILE_ROWS - 1) / DT_TILE_ROWS;
     plan->n_tasks = plan->by_span ? n_spans : job->n_lanes * plan->n_tiles;
     plan->s_stride = (size_t)job->format->block_tokens + DT_KV_GROUP;
-    const size_t bytes = carve_plan(plan, job->format, (size_t)job->n_lanes, (size_t)n_rows, (size_t)n_spans, plan->by_span,
-                                    plan->keep);
+    const size_t bytes =
+        carve_plan(plan, job->format, (size_t)job->n_lanes, (size_t)n_rows, (size_t)n_spans, plan->by_span, plan->keep);
     assert(bytes <= job->scratch_bytes);
     (void)bytes;
     atomic_init(&plan->next_task, 0);

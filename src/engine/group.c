@@ -76,9 +76,7 @@ dt_status dt_group_new_private(const dt_model *model, const dt_group_params *par
     return group_new(model, params, true, out, error);
 }
 
-static size_t array_bytes(size_t capacity) {
-    return capacity * (sizeof(dt_part) + sizeof(dt_sequence) + sizeof(int32_t));
-}
+static size_t array_bytes(size_t capacity) { return capacity * (sizeof(dt_part) + sizeof(dt_sequence) + sizeof(int32_t)); }
 
 void dt_group_free(dt_group *group) {
     if (!group) {
@@ -94,8 +92,8 @@ void dt_group_get_stats(const dt_group *group, dt_group_stats *out) {
                             .n_threads = group->n_threads,
                             .kv_bytes = atomic_load(&group->kv_memory.bytes),
                             .kv_bytes_peak = atomic_load(&group->kv_memory.bytes_peak),
-                            .steps = group->n_steps,
-                            .tokens = group->n_tokens};
+                            .n_steps = group->n_steps,
+                            .n_tokens = group->n_tokens};
 }
 
 /* One allocation for all arrays; their content is lost. */
@@ -276,17 +274,21 @@ static bool is_decode(const dt_step *step) { return step->n == 1 && step->n_foll
 /* What append does after computing, or, while more follows, sync. */
 static void end_step(dt_step *step, double ms) {
     dt_session *s = step->session;
+    const double evicted_before = s->stats.eviction_ms;
     if (step->n_follow == 0 || s->params.prefill == DT_PREFILL_STREAMING) {
         (void)dt_session_evict(s, &step->error);
     }
     s->evicted_once = s->evicted_once || (step->error.code == DT_OK && step->n_follow == 0 && s->params.evict == DT_EVICT_ONCE);
     *(is_decode(step) ? &s->stats.decode_tokens : &s->stats.prefill_tokens) += step->n;
-    *(is_decode(step) ? &s->stats.decode_ms : &s->stats.prefill_ms) += ms;
+    *(is_decode(step) ? &s->stats.decode_ms : &s->stats.prefill_ms) += ms + s->stats.eviction_ms - evicted_before;
 }
 
 dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_error *error) {
     const int64_t start = dt_clock_us();
-    dt_status status = n_steps <= INT32_MAX ? reserve(group, n_steps, error) : DT_ERR_ARGUMENT;
+    if (n_steps > INT32_MAX) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "%zu steps at once are more than %d", n_steps, INT32_MAX);
+    }
+    dt_status status = reserve(group, n_steps, error);
     if (status != DT_OK) {
         return status;
     }

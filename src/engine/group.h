@@ -31,10 +31,10 @@ struct dt_group {
     dt_memory kv_memory; /* counts the caches of all sessions of a shared group */
     dt_memory memory;    /* the graph's and that of the arrays below */
     dt_graph *graph;
-    dt_session *syncing; /* whose progress function is asked while the graph computes; NULL = none */
-    dt_part *parts;          /* [capacity] of dt_group_step */
-    dt_sequence *sequences;  /* [capacity] of the batch being computed */
-    int32_t *part_of;        /* [capacity] whose parts they are */
+    dt_session *syncing;    /* whose progress function is asked while the graph computes; NULL = none */
+    dt_part *parts;         /* [capacity] of dt_group_step */
+    dt_sequence *sequences; /* [capacity] of the batch being computed */
+    int32_t *part_of;       /* [capacity] whose parts they are */
     size_t capacity;
     int32_t n_sessions;
     int64_t n_steps, n_tokens; /* computed */

@@ -198,13 +198,8 @@ dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *err
 /* A step of this session alone. *logits (may be NULL): after the last n_outputs of its tokens, the graph's. */
 static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow, float weight,
                       const float **logits, dt_error *error) {
-    dt_part part = {.session = s,
-                    .tokens = tokens,
-                    .n = n,
-                    .n_outputs = n_outputs,
-                    .n_follow = n_follow,
-                    .weight = weight,
-                    .error = error};
+    dt_part part = {
+        .session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .weight = weight, .error = error};
     dt_group_compute(s->group, &part, 1);
     if (logits) {
         *logits = part.logits;
@@ -408,6 +403,7 @@ dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, d
     dt_session_params params = from->params;
     params.eviction = eviction;
     params.evict = mode;
+    params.kernel = from->group->kernel->name; /* the caller's text may be gone */
     dt_session *s = NULL;
     dt_status status = session_new(from->model, &params, from, &s, error);
     if (status == DT_OK) {
@@ -487,10 +483,11 @@ dt_status dt_session_check_room(const dt_session *s, int64_t n_more, dt_error *e
     if (n_more <= s->max_tokens - s->n_tokens) {
         return DT_OK;
     }
-    return dt_fail(error, DT_ERR_LIMIT,
-                   "%lld more tokens after %d don't fit into a context of %d (-c); shorten the text, or raise the context length where "
-                   "the model can follow (it was trained with %d)",
-                   (long long)n_more, s->n_tokens, s->max_tokens, s->model->info.n_ctx_train);
+    return dt_fail(
+        error, DT_ERR_LIMIT,
+        "%lld more tokens after %d don't fit into a context of %d (-c); shorten the text, or raise the context length where "
+        "the model can follow (it was trained with %d)",
+        (long long)n_more, s->n_tokens, s->max_tokens, s->model->info.n_ctx_train);
 }
 
 dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error) {

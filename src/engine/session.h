@@ -29,8 +29,8 @@ struct dt_session {
     bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
     int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
     const float *logits; /* after the last token; NULL when not computed */
-    float *own_logits;   /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
-    void *note;          /* the application's, saved with the session */
+    float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
+    void *note;        /* the application's, saved with the session */
     size_t note_bytes;
     bool *observe_layer;       /* [L] */
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */

@@ -36,12 +36,12 @@ struct dt_graph {
     void (*free_threadpool)(struct ggml_threadpool *);
     dt_plan plans[N_PLANS], large; /* few tokens; any other number */
     int64_t plan_used[N_PLANS], n_small_batches;
-    dt_layer_op *ops;     /* [L] */
-    int32_t *first_lane;  /* [L] */
-    size_t n_lanes;       /* of a sequence, over all layers */
-    growing_buffer share; /* share [S], S sequences in the batch */
-    growing_buffer jobs;  /* dt_attn_job [L][S] */
-    growing_buffer lanes; /* dt_attn_lane [S][n_lanes] */
+    dt_layer_op *ops;              /* [L] */
+    int32_t *first_lane;           /* [L] */
+    size_t n_lanes;                /* of a sequence, over all layers */
+    growing_buffer share;          /* share [S], S sequences in the batch */
+    growing_buffer jobs;           /* dt_attn_job [L][S] */
+    growing_buffer lanes;          /* dt_attn_lane [S][n_lanes] */
     growing_buffer focus_column;   /* int32 [S][n_lanes] in mass: the focus's first entry */
     growing_buffer spans;          /* of lanes that see only a focus */
     growing_buffer scratch;        /* attention's, of each sequence; layers run one after the other */
@@ -259,8 +259,7 @@ static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
             mass += observe ? from->mass_stride * (size_t)n_mass_rows(seq) : 0;
             if (seq->focus_from > 0) {
                 to->spans = spans;
-                to->n_spans =
-                    focus_spans(&view, seq, dt_kv_layer(seq->kv, i)->format.block_tokens, spans, &to->n_entries, column);
+                to->n_spans = focus_spans(&view, seq, dt_kv_layer(seq->kv, i)->format.block_tokens, spans, &to->n_entries, column);
                 to->value_norm = NULL; /* indexed by all of the lane's entries; those of the batch will not stay */
                 spans += to->n_spans;
             }

@@ -47,7 +47,8 @@ typedef struct dt_sequence {
 
 /* *logits: [sum of n_outputs][V], sequence by sequence, the graph's own until its next call. DT_ERR_CANCELLED when should_abort said
  * so. */
-dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits, dt_error *error);
+dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
+                           dt_error *error);
 
 /* Attention mass that the observed queries of one of the last batch's sequences gave to each entry of a lane, or of its focus; entry
  * order as in the cache before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where
