@@ -13,7 +13,6 @@
 #define DT_APPS_CONVERSATIONS_H
 
 #include "job.h"
-#include "many_shim.h"
 
 typedef struct dt_conversations dt_conversations;
 

@@ -202,7 +202,7 @@ static dt_status start(dt_scheduler *s, dt_job *job, bool *out_started, dt_error
             .session = i == 0 ? dt_conversation_session(conversation) : NULL,
             .n_read = job->score ? 0 : (size_t)reused.reused_tokens,
             .follows = i > 0,
-            .n_batch = DT_SESSION_N_BATCH(stats, s->params.session),
+            .n_batch = stats.n_batch,
             .n_ctx = stats.n_ctx,
             .n_rounds = stats.eviction_rounds,
             .n_evicted = stats.evicted_tokens,
@@ -637,7 +637,7 @@ dt_status dt_scheduler_new(const dt_scheduler_params *params, dt_scheduler **out
                                                  .disk_bytes = params->disk_bytes,
                                                  .n_idle_max = params->n_idle_max};
         conversations.session.kv_memory = 0; /* the ceiling is that of all together */
-        DT_SESSION_SET_GROUP(conversations.session, s->group);
+        conversations.session.group = s->group;
         status = dt_conversations_new(&conversations, &s->conversations, error);
     }
     if (status == DT_OK && pthread_create(&s->thread, NULL, run, s) != 0) {

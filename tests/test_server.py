@@ -309,7 +309,7 @@ def test_together_as_alone(server):
 
 def test_queue_is_bounded(server):
     """More than run and may wait at once: those beyond are told when to come again, and none hangs."""
-    sockets = [server.send({"prompt": f"{i}", "max_tokens": 400}) for i in range(40)]
+    sockets = [server.send({"prompt": f"{i}", "max_tokens": 200}) for i in range(40)]
     answers = []
     for s in sockets:
         response = http.client.HTTPResponse(s)
@@ -398,18 +398,18 @@ def test_no_growth(server):
 def test_memory_ceiling(model, tmp_path):
     """Conversations beyond the ceiling go to disk and come back; after a kill -9 what is on disk is found again."""
     folder = tmp_path / "sessions"
-    flags = (*FLAGS, "--kv-memory", "1M", "--session-dir", str(folder))
+    flags = (*FLAGS, "--kv-memory", "600K", "--session-dir", str(folder))
     prompts = [f"Conversation number {i}. " + WORDS * 6 for i in range(12)]
     server = Server(model, *flags, log=str(tmp_path / "first.log"))
     texts = [text_of(server.complete(prompt=p, max_tokens=10)) for p in prompts]
     m = server.metrics()
-    assert m["deeptutor_kv_bytes_peak"] <= 1 << 20 and m['deeptutor_conversations{state="disk"}'] > 0, m
+    assert m["deeptutor_kv_bytes_peak"] <= 600 << 10 and m['deeptutor_conversations{state="disk"}'] > 0, m
     for p, text in zip(prompts, texts):
         again = server.complete(prompt=p + text + " and then", max_tokens=4)
         usage = again["usage"]
         assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 40, usage
-    assert server.metrics()["deeptutor_kv_bytes_peak"] <= 1 << 20
-    status, answer, _ = server.ask("/v1/completions", {"prompt": WORDS * 60, "max_tokens": 900})
+    assert server.metrics()["deeptutor_kv_bytes_peak"] <= 600 << 10
+    status, answer, _ = server.ask("/v1/completions", {"prompt": WORDS * 4, "max_tokens": 700, "n": 4})
     assert status == 400 and "--kv-memory" in answer["error"]["message"]
     second = subprocess.run([SERVER, "-m", model, "--port", "0", *flags], capture_output=True, timeout=60)
     assert second.returncode == 2 and b"another server" in second.stderr
