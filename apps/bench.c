@@ -464,7 +464,7 @@ static void print_markdown(const bench *b) {
     printf("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
     for (size_t i = 0; i < b->n_rows; i++) {
         const bench_row *r = &b->rows[i];
-        char many[16] = "";
+        char many[24] = "";
         if (r->n_sequences > 1) {
             snprintf(many, sizeof many, " x%lld", (long long)r->n_sequences);
         }

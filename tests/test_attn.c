@@ -148,8 +148,7 @@ static void fill_lane(scene *s, int32_t lane) {
                        .k = k,
                        .v = v,
                        .k_token_stride = (size_t)s->p.dim_k,
-                       .v_token_stride = (size_t)s->p.dim_v,
-                       .n_threads = 1};
+                       .v_token_stride = (size_t)s->p.dim_v};
     reference()->store(&job, 0, 1);
     free(k);
     free(v);

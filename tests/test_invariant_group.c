@@ -58,8 +58,8 @@ static int teardown(void **state) {
     return 0;
 }
 
-static dt_group *new_group(const fixture *f, const char *kernel, uint64_t kv_memory) {
-    const dt_group_params params = {.n_threads = 2, .kernel = kernel, .kv_memory = kv_memory};
+static dt_group *new_group(const fixture *f, int32_t n_threads, const char *kernel, uint64_t kv_memory) {
+    const dt_group_params params = {.n_threads = n_threads, .kernel = kernel, .kv_memory = kv_memory};
     dt_group *group = NULL;
     dt_error error = {0};
     if (dt_group_new(f->model, &params, &group, &error) != DT_OK) {
@@ -69,7 +69,7 @@ static dt_group *new_group(const fixture *f, const char *kernel, uint64_t kv_mem
 }
 
 static dt_session_params params_of(dt_group *group) {
-    return (dt_session_params){.n_threads = 2, .n_batch = BATCH, .kv_block_tokens = 16, .group = group};
+    return (dt_session_params){.n_threads = 1, .n_batch = BATCH, .kv_block_tokens = 16, .group = group};
 }
 
 static void assert_same(const float *a, const float *b, size_t n, bool bits) {
@@ -209,7 +209,7 @@ static void test_each_is_as_alone(void **state) {
     const fixture *f = *state;
     const char *const kernels[] = {NULL, "reference"};
     for (int k = 0; k < 2; k++) {
-        dt_group *group = new_group(f, kernels[k], 0);
+        dt_group *group = new_group(f, 2 - k, kernels[k], 0);
         role roles[] = {
             {.n_prompt = 3, .n_decode = 40},
             {.n_prompt = 97, .n_decode = 60, .params.eviction = f->scored, .params.prefill = DT_PREFILL_STREAMING},
@@ -248,7 +248,7 @@ static dt_step decode(dt_session *s, const int32_t *token) {
 
 static void test_failures_stay_apart(void **state) {
     const fixture *f = *state;
-    dt_group *group = new_group(f, NULL, 0), *other_group = new_group(f, NULL, 0);
+    dt_group *group = new_group(f, 1, NULL, 0), *other_group = new_group(f, 1, NULL, 0);
     const dt_session_params in = params_of(group), elsewhere = params_of(other_group), alone = params_of(NULL);
     dt_session_params tight = in;
     tight.n_ctx = 33;
@@ -310,7 +310,7 @@ static void test_forks_share_a_prefix(void **state) {
     enum { N_FORKS = 5, N_PREFIX = 150 };
     char path[64];
     snprintf(path, sizeof path, "/tmp/dt-test-group-%d.bin", (int)getpid());
-    dt_group *group = new_group(f, NULL, 0);
+    dt_group *group = new_group(f, 1, NULL, 0);
     const dt_session_params in = params_of(group), alone = params_of(NULL);
     dt_error error = {0};
     dt_session *writer = open_session(f->model, &alone);
@@ -370,7 +370,7 @@ static void test_limit_of_a_group(void **state) {
     dt_session_get_stats(one, &stats);
     dt_session_free(one);
     const uint64_t limit = 5 * stats.kv_bytes / 2;
-    dt_group *group = new_group(f, NULL, limit);
+    dt_group *group = new_group(f, 1, NULL, limit);
     const dt_session_params in = params_of(group);
     dt_session *s[3];
     dt_step steps[3];
@@ -405,7 +405,7 @@ static void test_limit_of_a_group(void **state) {
 /* Steady decoding allocates nothing but cache blocks; who joins or leaves costs no more than once per size of the batch. */
 static void test_decoding_allocates_nothing(void **state) {
     const fixture *f = *state;
-    dt_group *group = new_group(f, NULL, 0);
+    dt_group *group = new_group(f, 1, NULL, 0);
     const dt_session_params in = params_of(group);
     dt_session *s[4];
     dt_error error = {0};
@@ -438,7 +438,7 @@ static void test_decoding_allocates_nothing(void **state) {
 
 static void test_bound_holds(void **state) {
     const fixture *f = *state;
-    dt_group *group = new_group(f, NULL, 0);
+    dt_group *group = new_group(f, 1, NULL, 0);
     for (int variant = 0; variant < 4; variant++) {
         dt_session_params params = params_of(group);
         params.eviction = variant == 1 ? f->scored : variant == 2 ? f->window : NULL;
@@ -478,7 +478,7 @@ static bool keep_logits(size_t i, const float *logits, void *user) {
 
 static void test_other_calls_in_a_group(void **state) {
     const fixture *f = *state;
-    dt_group *group = new_group(f, NULL, 0);
+    dt_group *group = new_group(f, 1, NULL, 0);
     const dt_session_params in = params_of(group), alone = params_of(NULL);
     dt_session *a = open_session(f->model, &in), *b = open_session(f->model, &in), *c = open_session(f->model, &alone);
     dt_error error = {0};

@@ -269,7 +269,8 @@ static dt_status check_step(const dt_group *g, const dt_step *step, dt_error *er
     return dt_session_check_room(s, (int64_t)step->n + step->n_follow, error);
 }
 
-static bool is_decode(const dt_step *step) { return step->n == 1 && step->n_follow == 0; }
+/* Not the last token of a prompt whose chunks came before. */
+static bool is_decode(const dt_step *step) { return step->n == 1 && step->n_follow == 0 && !step->session->in_prompt; }
 
 /* What append does after computing, or, while more follows, sync. */
 static void end_step(dt_step *step, double ms) {
@@ -281,6 +282,7 @@ static void end_step(dt_step *step, double ms) {
     s->evicted_once = s->evicted_once || (step->error.code == DT_OK && step->n_follow == 0 && s->params.evict == DT_EVICT_ONCE);
     *(is_decode(step) ? &s->stats.decode_tokens : &s->stats.prefill_tokens) += step->n;
     *(is_decode(step) ? &s->stats.decode_ms : &s->stats.prefill_ms) += ms + s->stats.eviction_ms - evicted_before;
+    s->in_prompt = step->n_follow > 0;
 }
 
 dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_error *error) {

@@ -36,6 +36,7 @@ struct dt_session {
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
+    bool in_prompt;            /* the last step left tokens of a prompt to come */
     int64_t last_step;         /* the group's n_calls when it was last in a step */
     dt_session_stats stats;
     /* the sync in progress */
