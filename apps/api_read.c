@@ -89,7 +89,8 @@ static bool read_whole(reader *r, const json_t *object, const char *name, int64_
         return true;
     }
     const double number = json_number_value(value);
-    const bool whole = json_is_integer(value) || (json_is_real(value) && number > -1e15 && number < 1e15 && number == (double)(int64_t)number);
+    const bool whole =
+        json_is_integer(value) || (json_is_real(value) && number > -1e15 && number < 1e15 && number == (double)(int64_t)number);
     const int64_t integer = json_is_integer(value) ? (int64_t)json_integer_value(value) : whole ? (int64_t)number : 0;
     if (!whole || integer < minimum || integer > maximum) {
         return refuse(r, 400, "%s must be a whole number from %lld to %lld", name, (long long)minimum, (long long)maximum);
@@ -352,8 +353,7 @@ static bool read_logprobs(reader *r, dt_job *job) {
 static bool read_length(reader *r, dt_job *job) {
     int64_t n = r->api->max_tokens, n_choices = 1, best_of = -1;
     const char *name = field(r->body, "max_completion_tokens") != NULL ? "max_completion_tokens" : "max_tokens";
-    if (!read_whole(r, r->body, name, 0, INT32_MAX, &n) ||
-        !read_whole(r, r->body, "n", 1, r->api->n_choices_max, &n_choices) ||
+    if (!read_whole(r, r->body, name, 0, INT32_MAX, &n) || !read_whole(r, r->body, "n", 1, r->api->n_choices_max, &n_choices) ||
         !read_whole(r, r->body, "best_of", 1, INT32_MAX, &best_of)) {
         return false;
     }
@@ -417,7 +417,8 @@ static char *content_of(reader *r, const json_t *message, size_t index) {
     dt_text_add(&text, "%s", "");
     for (size_t i = 0; i < json_array_size(content); i++) {
         const json_t *part = json_array_get(content, i), *type = field(part, "type"), *piece = field(part, "text");
-        const bool is_text = json_is_string(piece) && (type == NULL || (json_is_string(type) && strcmp(json_string_value(type), "text") == 0));
+        const bool is_text =
+            json_is_string(piece) && (type == NULL || (json_is_string(type) && strcmp(json_string_value(type), "text") == 0));
         if (!is_text) {
             free(text.text);
             refuse(r, 400, "messages[%zu].content[%zu]: only parts of type text are supported", index, i);
@@ -564,7 +565,9 @@ static bool read_request(reader *r) {
            read_constraints(r, &wanted);
     if (good) {
         sampling.grammar = wanted.grammar != NULL ? wanted.grammar : wanted.json_schema != NULL ? NULL : sampling.grammar;
-        sampling.json_schema = wanted.json_schema != NULL ? wanted.json_schema : wanted.grammar != NULL ? NULL : sampling.json_schema;
+        sampling.json_schema = wanted.json_schema != NULL ? wanted.json_schema
+                               : wanted.grammar != NULL   ? NULL
+                                                          : sampling.json_schema;
         good = request->kind == DT_API_CHAT ? add_chat(r, &sampling) : add_completions(r, &sampling);
     }
     free(wanted.grammar);

@@ -159,8 +159,8 @@ static json_t *completion_logprobs_json(const dt_api *api, const dt_job *job, co
         add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, offset + begin);
         begin = d->records[i].text_end;
     }
-    return json_pack("{s:o,s:o,s:o,s:o}", "tokens", to.tokens, "token_logprobs", to.logprobs, "top_logprobs", to.tops, "text_offset",
-                     to.offsets);
+    return json_pack("{s:o,s:o,s:o,s:o}", "tokens", to.tokens, "token_logprobs", to.logprobs, "top_logprobs", to.tops,
+                     "text_offset", to.offsets);
 }
 
 /* ---- whole answers ------------------------------------------------------------------------------ */
@@ -185,7 +185,9 @@ static json_t *usage_json(const dt_request *request) {
 }
 
 static json_t *head(const dt_api *api, const dt_request *request, bool chunk) {
-    const char *object = request->kind == DT_API_COMPLETION ? "text_completion" : chunk ? "chat.completion.chunk" : "chat.completion";
+    const char *object = request->kind == DT_API_COMPLETION ? "text_completion"
+                         : chunk                            ? "chat.completion.chunk"
+                                                            : "chat.completion";
     return json_pack("{s:s,s:s,s:I,s:s}", "id", request->id, "object", object, "created", (json_int_t)request->created, "model",
                      api->name);
 }
@@ -198,8 +200,8 @@ static void add_eviction(json_t *json, const dt_request *request) {
     }
     const dt_eviction *eviction = request->jobs[0]->eviction;
     if (eviction != NULL) {
-        json_object_set_new(json, "eviction", json_pack("{s:s,s:I}", "name", dt_eviction_name(eviction), "evicted_tokens",
-                                                        (json_int_t)evicted));
+        json_object_set_new(json, "eviction",
+                            json_pack("{s:s,s:I}", "name", dt_eviction_name(eviction), "evicted_tokens", (json_int_t)evicted));
     }
 }
 
@@ -259,8 +261,9 @@ char *dt_api_answer(const dt_api *api, const dt_request *request) {
             delta d;
             good = take_delta(job, c, 0, 0, request->kind == DT_API_COMPLETION, &d);
             if (good) {
-                json_array_append_new(choices, request->kind == DT_API_CHAT ? chat_choice(api, job, &d, index)
-                                                                            : completion_choice(api, request, job, &d, index, true));
+                json_array_append_new(choices, request->kind == DT_API_CHAT
+                                                   ? chat_choice(api, job, &d, index)
+                                                   : completion_choice(api, request, job, &d, index, true));
                 free_delta(&d);
             }
         }
@@ -284,8 +287,8 @@ char *dt_api_error(int status, const char *message) {
                        : status == 429 ? "rate_limit_error"
                        : status < 500  ? "invalid_request_error"
                                        : "server_error";
-    return dump(json_pack("{s:{s:o,s:s,s:n,s:n}}", "error", "message", text_json(message, strlen(message)), "type", type, "param",
-                          "code"));
+    return dump(
+        json_pack("{s:{s:o,s:s,s:n,s:n}}", "error", "message", text_json(message, strlen(message)), "type", type, "param", "code"));
 }
 
 char *dt_api_models(const dt_api *api) {
@@ -297,8 +300,8 @@ char *dt_api_models(const dt_api *api) {
 }
 
 char *dt_api_props(const dt_api *api) {
-    return dump(json_pack("{s:s,s:s,s:i,s:i,s:s,s:s,s:b,s:I,s:{s:b,s:s,s:b,s:[s,s,s,s]}}", "model", api->name, "version", DT_VERSION,
-                          "n_ctx", (int)api->n_ctx, "n_layers", (int)dt_model_get_info(api->model)->n_layers, "kv_type",
+    return dump(json_pack("{s:s,s:s,s:i,s:i,s:s,s:s,s:b,s:I,s:{s:b,s:s,s:b,s:[s,s,s,s]}}", "model", api->name, "version",
+                          DT_VERSION, "n_ctx", (int)api->n_ctx, "n_layers", (int)dt_model_get_info(api->model)->n_layers, "kv_type",
                           api->kv_type, "prefill", api->prefill, "api_key", api->has_key, "max_tokens", (json_int_t)api->max_tokens,
                           "eviction", "enabled", api->eviction != NULL, "name",
                           api->eviction != NULL ? dt_eviction_name(api->eviction) : "off", "override", api->eviction_override,
@@ -316,12 +319,12 @@ static json_t *tokens_json(const dt_api *api, const json_t *body, dt_error *erro
     const json_t *content = json_object_get(body, "content");
     content = content != NULL ? content : json_object_get(body, "prompt");
     const json_t *special = json_object_get(body, "parse_special");
-    const bool add_special = json_is_true(json_object_get(body, "add_special")) || json_is_true(json_object_get(body, "add_special_tokens"));
+    const bool add_special =
+        json_is_true(json_object_get(body, "add_special")) || json_is_true(json_object_get(body, "add_special_tokens"));
     int32_t *tokens = NULL;
     size_t n = 0;
-    if (dt_tokenize(api->model, json_string_value(content), json_string_length(content),
-                    add_special, special == NULL || json_is_true(special), &tokens, &n,
-                    error) != DT_OK) {
+    if (dt_tokenize(api->model, json_string_value(content), json_string_length(content), add_special,
+                    special == NULL || json_is_true(special), &tokens, &n, error) != DT_OK) {
         return NULL;
     }
     const bool pieces = json_is_true(json_object_get(body, "with_pieces"));
@@ -411,7 +414,8 @@ void dt_api_metrics(const dt_api *api, dt_text *text) {
                   "{state=\"active\"}", (double)c.active_bytes);
     dt_metric_add(text, "kv_bytes", "", NULL, "{state=\"idle\"}", (double)c.idle_bytes);
     dt_metric_add(text, "kv_bytes", "", NULL, "{state=\"disk\"}", (double)c.disk_bytes);
-    dt_metric_add(text, "kv_bytes_allocated", "gauge", "Bytes of KV cache in memory, shared ones once.", "", (double)s.group.kv_bytes);
+    dt_metric_add(text, "kv_bytes_allocated", "gauge", "Bytes of KV cache in memory, shared ones once.", "",
+                  (double)s.group.kv_bytes);
     dt_metric_add(text, "kv_bytes_peak", "gauge", "The most there were.", "", (double)s.group.kv_bytes_peak);
     dt_metric_add(text, "conversations", "gauge", "Conversations by state.", "{state=\"active\"}", (double)c.n_active);
     dt_metric_add(text, "conversations", "", NULL, "{state=\"idle\"}", (double)c.n_idle);
@@ -489,8 +493,9 @@ static void add_chunk(const dt_stream *stream, dt_text *out, json_t *choice) {
 
 static void add_chat_delta(const dt_stream *stream, dt_text *out, const dt_job *job, const delta *d, int index, progress *sent) {
     if (!sent->begun) {
-        add_chunk(stream, out, json_pack("{s:i,s:{s:s,s:s},s:n,s:n}", "index", index, "delta", "role", "assistant", "content", "",
-                                         "logprobs", "finish_reason"));
+        add_chunk(stream, out,
+                  json_pack("{s:i,s:{s:s,s:s},s:n,s:n}", "index", index, "delta", "role", "assistant", "content", "", "logprobs",
+                            "finish_reason"));
         sent->begun = true;
     }
     if (d->n_text > 0 || d->n_records > 0) {
@@ -499,15 +504,15 @@ static void add_chat_delta(const dt_stream *stream, dt_text *out, const dt_job *
                             job->logprobs ? chat_logprobs(stream->api, job, d) : json_null(), "finish_reason"));
     }
     if (d->finish != DT_FINISH_NONE && d->finish != DT_FINISH_ERROR) {
-        add_chunk(stream, out, json_pack("{s:i,s:{},s:n,s:o}", "index", index, "delta", "logprobs", "finish_reason",
-                                         finish_json(d->finish)));
+        add_chunk(stream, out,
+                  json_pack("{s:i,s:{},s:n,s:o}", "index", index, "delta", "logprobs", "finish_reason", finish_json(d->finish)));
     }
 }
 
-static void add_completion_delta(const dt_stream *stream, dt_text *out, const dt_job *job, const delta *d, int index, progress *sent) {
+static void add_completion_delta(const dt_stream *stream, dt_text *out, const dt_job *job, const delta *d, int index,
+                                 progress *sent) {
     const bool waiting = job->score && job->n_prompt_records < job->n_tokens;
-    if (d->finish == DT_FINISH_ERROR || waiting ||
-        (d->n_text == 0 && d->n_records == 0 && d->finish == DT_FINISH_NONE)) {
+    if (d->finish == DT_FINISH_ERROR || waiting || (d->n_text == 0 && d->n_records == 0 && d->finish == DT_FINISH_NONE)) {
         return;
     }
     json_t *choice = completion_choice(stream->api, stream->request, job, d, index, !sent->begun);

@@ -33,7 +33,8 @@ static const dt_option batch_rows[] = {
     {"-i, --input", "F", DT_OPTION_TEXT, AT(input), 0, 0,
      "jobs, one JSON object a line: OpenAI's {custom_id, url, body} or {id, prompt} or {id, messages}; or, with --each, a folder"},
     {"-o, --output", "F", DT_OPTION_TEXT, AT(output), 0, 0, "results, a line each; the same command goes on where one was stopped"},
-    {"--each", "S", DT_OPTION_TEXT, AT(each), 0, 0, "what to do with each text of the folder, {text} = the text: \"Summarize: {text}\""},
+    {"--each", "S", DT_OPTION_TEXT, AT(each), 0, 0,
+     "what to do with each text of the folder, {text} = the text: \"Summarize: {text}\""},
     {"-no-cnv, --no-cnv, --no-conversation", NULL, DT_OPTION_OFF, AT(chat), 0, 0,
      "--each is a text to go on from, not a message in the model's chat template"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
@@ -41,8 +42,8 @@ static const dt_option batch_rows[] = {
     {"-np, --parallel", "N", DT_OPTION_INT, AT(n_parallel), 1, 256, "replies computed at once, as far as --kv-memory allows (8)"},
 };
 
-static const dt_option_group batch_group = {"Jobs; --kv-memory is the limit of all caches together (half of the memory)", batch_rows,
-                                            sizeof batch_rows / sizeof batch_rows[0]};
+static const dt_option_group batch_group = {"Jobs; --kv-memory is the limit of all caches together (half of the memory)",
+                                            batch_rows, sizeof batch_rows / sizeof batch_rows[0]};
 static const dt_option_group *const groups[] = {&batch_group, &dt_model_options, &dt_eviction_options, &dt_sampling_options,
                                                 &dt_output_options};
 #define N_GROUPS (sizeof groups / sizeof groups[0])
@@ -210,7 +211,8 @@ static dt_status take_row(batch *b, dt_error *error) {
         } else if (status == DT_OK && w->row.body == NULL) {
             status = write_refusal(b, &w->row, 400, w->row.error, error);
         } else if (status == DT_OK) {
-            const int code = dt_api_read_json(&b->api, w->row.chat ? DT_API_CHAT : DT_API_COMPLETION, w->row.body, &w->request, &why);
+            const int code =
+                dt_api_read_json(&b->api, w->row.chat ? DT_API_CHAT : DT_API_COMPLETION, w->row.body, &w->request, &why);
             json_decref(w->row.body); /* the jobs know all of it */
             w->row.body = NULL;
             if (code == 200) {
@@ -269,7 +271,8 @@ static dt_status compute_shared(batch *b, dt_error *error) {
     }
     dt_job *job = dt_job_new();
     dt_sampler_params plain = dt_sampler_default_params();
-    if (job == NULL || (job->tokens = malloc(n * sizeof *job->tokens)) == NULL || (job->eviction_key = strdup(first->eviction_key)) == NULL ||
+    if (job == NULL || (job->tokens = malloc(n * sizeof *job->tokens)) == NULL ||
+        (job->eviction_key = strdup(first->eviction_key)) == NULL ||
         dt_sampler_new(b->api.model, &plain, &job->choices[0].sampler, error) != DT_OK) {
         dt_job_free(job);
         return DT_OK; /* it goes without */
@@ -326,11 +329,12 @@ static void summarize(const batch *b) {
     char time[32];
     format_time(seconds, time);
     dt_report_progress_end();
-    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed, %lld done before", (long long)(b->n_good + b->n_bad),
-              (long long)b->n_bad, (long long)b->n_before);
+    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed, %lld done before",
+              (long long)(b->n_good + b->n_bad), (long long)b->n_bad, (long long)b->n_before);
     dt_report(DT_LOG_INFO, "batch: %lld tokens read (%lld shared), %lld written, %lld evicted, %s, %.1f tokens/s",
-              (long long)b->prompt_tokens, (long long)b->reused_tokens, (long long)b->generated_tokens, (long long)b->evicted_tokens,
-              time, (double)(b->prompt_tokens - b->reused_tokens + b->generated_tokens) / (seconds > 0 ? seconds : 1));
+              (long long)b->prompt_tokens, (long long)b->reused_tokens, (long long)b->generated_tokens,
+              (long long)b->evicted_tokens, time,
+              (double)(b->prompt_tokens - b->reused_tokens + b->generated_tokens) / (seconds > 0 ? seconds : 1));
 }
 
 static dt_status run_rows(batch *b, dt_error *error) {
@@ -477,11 +481,10 @@ static int run_all(const batch_options *o) {
 }
 
 static bool check(const batch_options *o, char *message, size_t capacity) {
-    const char *wrong = o->input == NULL    ? "no jobs were named; give them with -i FILE, or -i FOLDER --each \"Summarize: {text}\""
+    const char *wrong = o->input == NULL ? "no jobs were named; give them with -i FILE, or -i FOLDER --each \"Summarize: {text}\""
                         : o->output == NULL ? "no place for the results was named; give one with -o FILE"
-                        : o->each != NULL && strstr(o->each, "{text}") == NULL
-                            ? "--each needs {text} where the text is to be put"
-                            : NULL;
+                        : o->each != NULL && strstr(o->each, "{text}") == NULL ? "--each needs {text} where the text is to be put"
+                                                                               : NULL;
     if (wrong != NULL) {
         snprintf(message, capacity, "%s", wrong);
         return false;

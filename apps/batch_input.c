@@ -106,8 +106,9 @@ dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_
         return fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
     }
     if (S_ISDIR(info.st_mode) != (each != NULL)) {
-        return fail(error, DT_ERR_ARGUMENT, each != NULL ? "--each is for a folder of texts; %s is a file"
-                                                         : "%s is a folder; say what to do with each of its texts: --each \"Summarize: {text}\"",
+        return fail(error, DT_ERR_ARGUMENT,
+                    each != NULL ? "--each is for a folder of texts; %s is a file"
+                                 : "%s is a folder; say what to do with each of its texts: --each \"Summarize: {text}\"",
                     path);
     }
     dt_batch_input *in = calloc(1, sizeof *in);
@@ -294,7 +295,9 @@ static bool next_file(dt_batch_input *in, dt_batch_row *row) {
     return true;
 }
 
-bool dt_batch_input_next(dt_batch_input *in, dt_batch_row *out) { return in->file != NULL ? next_line(in, out) : next_file(in, out); }
+bool dt_batch_input_next(dt_batch_input *in, dt_batch_row *out) {
+    return in->file != NULL ? next_line(in, out) : next_file(in, out);
+}
 
 void dt_batch_row_free(dt_batch_row *row) {
     json_decref(row->id);
@@ -326,7 +329,8 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) 
         json_t *object = json_loadb(line, (size_t)n, 0, NULL);
         const json_t *number = json_object_get(object, "line");
         if (!json_is_integer(number)) {
-            status = fail(error, DT_ERR_ARGUMENT, "%s is there already and holds something else; name another file with -o", o->path);
+            status =
+                fail(error, DT_ERR_ARGUMENT, "%s is there already and holds something else; name another file with -o", o->path);
         } else {
             snprintf(key, sizeof key, "%lld", (long long)json_integer_value(number));
             const json_t *id = id_of(object);
@@ -373,7 +377,8 @@ dt_status dt_batch_output_open(const char *path, const char *input_path, dt_batc
     if (status == DT_OK) {
         o->file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
         struct stat info;
-        if (o->file < 0 || fstat(o->file, &info) != 0 || (S_ISREG(info.st_mode) && info.st_size > end && ftruncate(o->file, end) != 0)) {
+        if (o->file < 0 || fstat(o->file, &info) != 0 ||
+            (S_ISREG(info.st_mode) && info.st_size > end && ftruncate(o->file, end) != 0)) {
             status = fail(error, DT_ERR_IO, "%s can't be written: %s", path, strerror(errno));
         }
     }
@@ -402,8 +407,8 @@ dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row,
     *out_has = id != NULL;
     if (id != NULL && !(row->id == NULL ? json_is_null(id) : json_equal(id, row->id) == 1)) {
         return fail(error, DT_ERR_ARGUMENT,
-                    "%s holds the results of another input: its line for row %lld has another id; name another file with -o", o->path,
-                    (long long)row->number);
+                    "%s holds the results of another input: its line for row %lld has another id; name another file with -o",
+                    o->path, (long long)row->number);
     }
     return DT_OK;
 }

@@ -10,7 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define REUSE_MIN 8    /* a shorter beginning is not worth a fork */
+#define REUSE_MIN 8 /* a shorter beginning is not worth a fork */
 #define ENTRIES_MAX 4096
 
 dt_status dt_conversations_fail(dt_error *error, dt_status code, const char *format, ...) {
@@ -504,7 +504,8 @@ dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_con
     pthread_mutex_lock(&all->lock);
     dt_conversation *best = job->score ? NULL : find_best(all, job, &whole); /* scoring needs logits after every token */
     const bool in_place = best != NULL && whole && best->session != NULL && !best->in_use && !best->pinned;
-    const dt_status status = in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
+    const dt_status status =
+        in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
     pthread_mutex_unlock(&all->lock);
     return status;
 }

@@ -53,9 +53,9 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
 void dt_conversations_drop(dt_conversations *all, dt_conversation *conversation);
 
 typedef struct dt_conversations_stats {
-    int64_t n_active, n_idle, n_on_disk;                /* conversations */
-    uint64_t active_bytes, idle_bytes, disk_bytes;      /* KV bytes, what forks share counted in each; file bytes */
-    int64_t reused_tokens, prompt_tokens;               /* summed over requests */
+    int64_t n_active, n_idle, n_on_disk;           /* conversations */
+    uint64_t active_bytes, idle_bytes, disk_bytes; /* KV bytes, what forks share counted in each; file bytes */
+    int64_t reused_tokens, prompt_tokens;          /* summed over requests */
     int64_t n_extended, n_forked, n_loaded, n_new, n_saved, n_dropped;
 } dt_conversations_stats;
 

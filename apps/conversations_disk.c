@@ -210,10 +210,12 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
     }
     all->folder_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (all->folder_lock < 0) {
-        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be written: %s", name, strerror(errno));
+        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be written: %s", name,
+                                     strerror(errno));
     }
     if (flock(all->folder_lock, LOCK_EX | LOCK_NB) != 0) {
-        return dt_conversations_fail(error, DT_ERR_IO, "another server uses the folder for conversations %s; name another one", name);
+        return dt_conversations_fail(error, DT_ERR_IO, "another server uses the folder for conversations %s; name another one",
+                                     name);
     }
     all->next_id = 1;
     DIR *folder = opendir(name);

@@ -30,8 +30,8 @@ struct dt_conversation {
 
 struct dt_conversations {
     dt_conversations_params params;
-    char *folder;      /* own copy, or NULL */
-    int folder_lock;   /* descriptor, -1 = none */
+    char *folder;       /* own copy, or NULL */
+    int folder_lock;    /* descriptor, -1 = none */
     char identity[256]; /* of the model: token ids mean nothing with another */
     pthread_mutex_t lock;
     dt_conversation **list; /* [n] in no order */

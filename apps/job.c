@@ -114,7 +114,7 @@ size_t dt_after_reply(const char *text, size_t n, const char *reply, size_t n_re
         at++;
     }
     return n_reply > from && n - at >= n_reply - from && memcmp(text + at, reply + from, n_reply - from) == 0 ? at + n_reply - from
-                                                                                                             : SIZE_MAX;
+                                                                                                              : SIZE_MAX;
 }
 
 /* ---- logprobs ----------------------------------------------------------------------------------- */

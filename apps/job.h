@@ -63,13 +63,13 @@ typedef struct dt_job {
     size_t n_stops;
     const dt_eviction *eviction; /* NULL: nothing is evicted */
     bool own_eviction;           /* it is freed with the job */
-    char *eviction_key;    /* the same for the same settings */
-    bool logprobs;         /* of the replies */
+    char *eviction_key;          /* the same for the same settings */
+    bool logprobs;               /* of the replies */
     int32_t n_top;
     bool score; /* logprobs of the prompt as well */
     bool tlc;
-    bool keep; /* the conversation may go on: keep its cache */
-    bool pin;  /* others will begin with this prompt: never extend or drop its cache */
+    bool keep;                /* the conversation may go on: keep its cache */
+    bool pin;                 /* others will begin with this prompt: never extend or drop its cache */
     void (*wake)(void *user); /* something came of it; called by the scheduler's thread, must not take the lock */
     void *wake_user;
 

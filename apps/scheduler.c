@@ -21,9 +21,9 @@ typedef struct sequence { /* a reply in the making */
     int32_t choice;
     dt_conversation *conversation;
     dt_session *session;
-    size_t n_read;   /* tokens of the prompt in the session */
-    bool follows;    /* it forks off the job's first reply once the prompt is read */
-    int32_t token;   /* sampled, not computed yet */
+    size_t n_read; /* tokens of the prompt in the session */
+    bool follows;  /* it forks off the job's first reply once the prompt is read */
+    int32_t token; /* sampled, not computed yet */
     float probability;
     int32_t n_batch, n_ctx;
     int64_t n_rounds, n_evicted; /* already counted */
@@ -62,9 +62,7 @@ static int64_t now_us(void) {
 static void job_is_over(dt_scheduler *s, dt_job *job, const dt_error *error) {
     const double seconds = (double)(now_us() - job->submitted_us) / 1e6;
     pthread_mutex_lock(&s->lock);
-    *(error == NULL                           ? &s->stats.n_done
-      : error->code == DT_ERR_CANCELLED       ? &s->stats.n_cancelled
-                                              : &s->stats.n_failed) += 1;
+    *(error == NULL ? &s->stats.n_done : error->code == DT_ERR_CANCELLED ? &s->stats.n_cancelled : &s->stats.n_failed) += 1;
     if (error == NULL) {
         dt_histogram_add(&s->stats.job, seconds);
         s->mean_job_seconds = s->mean_job_seconds > 0 ? 0.9 * s->mean_job_seconds + 0.1 * seconds : seconds;
@@ -567,9 +565,9 @@ static void *run(void *user) {
 
 dt_submitted dt_scheduler_submit(dt_scheduler *s, dt_job *const *jobs, size_t n) {
     pthread_mutex_lock(&s->lock);
-    const dt_submitted result = s->stopping                                                     ? DT_SUBMIT_STOPPING
+    const dt_submitted result = s->stopping                                                    ? DT_SUBMIT_STOPPING
                                 : s->stats.n_waiting + (int64_t)n > (int64_t)s->params.n_queue ? DT_SUBMIT_FULL
-                                                                                                : DT_SUBMITTED;
+                                                                                               : DT_SUBMITTED;
     if (result == DT_SUBMITTED) {
         for (size_t i = 0; i < n; i++) {
             jobs[i]->submitted_us = now_us();

@@ -43,7 +43,8 @@ static const dt_option server_rows[] = {
 static const dt_option conversation_rows[] = {
     {"--session-dir", "F", DT_OPTION_TEXT, AT(session_dir), 0, 0,
      "folder for idle conversations that --kv-memory has no room for; they are there after a restart too (none: dropped)"},
-    {"--disk-memory", "SIZE", DT_OPTION_SIZE, AT(disk_memory), 0, 0, "the most that folder takes; least recently used ones go (8G)"},
+    {"--disk-memory", "SIZE", DT_OPTION_SIZE, AT(disk_memory), 0, 0,
+     "the most that folder takes; least recently used ones go (8G)"},
     {"--idle", "N", DT_OPTION_INT, AT(n_idle), 0, 4096, "idle conversations kept in memory (256)"},
 };
 

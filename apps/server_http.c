@@ -27,9 +27,9 @@
 #define POLLRDHUP 0 /* elsewhere only a reset tells that a client is gone */
 #endif
 
-#define KEEP_ALIVE_MS 15000   /* a stream says something at least so often */
-#define IDLE_SECONDS 120      /* a connection without a request is closed then */
-#define UNREAD_MS 300000      /* one that takes nothing of an answer, too */
+#define KEEP_ALIVE_MS 15000 /* a stream says something at least so often */
+#define IDLE_SECONDS 120    /* a connection without a request is closed then */
+#define UNREAD_MS 300000    /* one that takes nothing of an answer, too */
 #define BACKLOG 512
 #define STREAM_BLOCK (16 << 10)
 #define STACK_BYTES ((size_t)1 << 20)
@@ -53,7 +53,8 @@ typedef struct exchange { /* a request and its answer */
 
 /* ---- answers ------------------------------------------------------------------------------------ */
 
-static enum MHD_Result send_response(struct MHD_Connection *connection, int status, struct MHD_Response *response, const char *type) {
+static enum MHD_Result send_response(struct MHD_Connection *connection, int status, struct MHD_Response *response,
+                                     const char *type) {
     if (response == NULL) {
         return MHD_NO;
     }
@@ -137,8 +138,7 @@ static void waiter_close(waiter *w) {
 typedef enum waited { WAITED_NEWS, WAITED_LONG, WAITED_INPUT_ENDED, WAITED_GONE } waited;
 
 static waited wait_for_news(waiter *w, int timeout_ms) {
-    struct pollfd set[2] = {{.fd = w->ends[0], .events = POLLIN},
-                            {.fd = w->socket, .events = w->input_ended ? 0 : POLLRDHUP}};
+    struct pollfd set[2] = {{.fd = w->ends[0], .events = POLLIN}, {.fd = w->socket, .events = w->input_ended ? 0 : POLLRDHUP}};
     const int n = poll(set, w->gone ? 1 : 2, timeout_ms);
     if (n == 0) {
         return WAITED_LONG;
@@ -319,11 +319,12 @@ static enum MHD_Result generate(exchange *e, dt_api_kind kind) {
     w->http = e->http;
     w->http_1_0 = e->http_1_0;
     const bool opened = waiter_open(&w->waiter, e->connection);
-    const int status = opened ? dt_api_read(e->http->params.api, kind, e->body != NULL ? e->body : "", e->n_body, &w->request, &error)
-                              : 503;
+    const int status =
+        opened ? dt_api_read(e->http->params.api, kind, e->body != NULL ? e->body : "", e->n_body, &w->request, &error) : 503;
     if (status != 200) {
         free_work(w);
-        return send_error(e->connection, status, opened ? error.message : "too many requests at once; raise the limit on open files");
+        return send_error(e->connection, status,
+                          opened ? error.message : "too many requests at once; raise the limit on open files");
     }
     return run_jobs(e, w);
 }
@@ -561,8 +562,8 @@ static int listen_at(const dt_http_params *p, int *out_port, dt_error *error) {
     struct sockaddr_storage bound;
     socklen_t n_bound = sizeof bound;
     bool good = s >= 0 && setsockopt(s, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
-                bind(s, found->ai_addr, found->ai_addrlen) == 0 && listen(s, BACKLOG) == 0 &&
-                fcntl(s, F_SETFD, FD_CLOEXEC) == 0 && getsockname(s, (struct sockaddr *)&bound, &n_bound) == 0;
+                bind(s, found->ai_addr, found->ai_addrlen) == 0 && listen(s, BACKLOG) == 0 && fcntl(s, F_SETFD, FD_CLOEXEC) == 0 &&
+                getsockname(s, (struct sockaddr *)&bound, &n_bound) == 0;
     freeaddrinfo(found);
     if (!good) {
         fail_address(p, strerror(errno), error);
@@ -589,10 +590,10 @@ dt_status dt_http_start(const dt_http_params *params, dt_http **out, dt_error *e
     }
     http->daemon = MHD_start_daemon(
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG, 0, NULL,
-        NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, s,
-        MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, NULL,
-        MHD_OPTION_CONNECTION_LIMIT, (unsigned)params->n_connections_max, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS,
-        MHD_OPTION_THREAD_STACK_SIZE, STACK_BYTES, MHD_OPTION_END);
+        NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, s, MHD_OPTION_NOTIFY_COMPLETED,
+        on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, NULL, MHD_OPTION_CONNECTION_LIMIT,
+        (unsigned)params->n_connections_max, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE,
+        STACK_BYTES, MHD_OPTION_END);
     if (http->daemon == NULL) {
         close(s);
         free(http);

@@ -62,7 +62,8 @@ static json_t *layer_json(const dt_session *session, int32_t layer, int32_t n_he
 
 static double per_second(int64_t n, double seconds) { return n > 0 && seconds > 0 ? (double)n / seconds : 0; }
 
-char *dt_tlc_json(const dt_model *model, const dt_job *job, const dt_session *session, const char *phase, size_t n_read, bool strips) {
+char *dt_tlc_json(const dt_model *model, const dt_job *job, const dt_session *session, const char *phase, size_t n_read,
+                  bool strips) {
     dt_session_stats stats;
     size_t n_tokens = 0;
     const dt_model_info *info = dt_model_get_info(model);
@@ -71,8 +72,8 @@ char *dt_tlc_json(const dt_model *model, const dt_job *job, const dt_session *se
     const dt_choice *choice = &job->choices[0];
     const int64_t n_generated = (int64_t)choice->n_records;
     const int64_t n_computed = (int64_t)n_read - job->reused_tokens;
-    json_t *json = json_pack("{s:s,s:s,s:I,s:I,s:I,s:I,s:I,s:f,s:f,s:I,s:I,s:{s:b,s:s,s:I,s:I},s:i}", "object", "tlc", "phase", phase,
-                             "prompt_tokens", (json_int_t)job->n_tokens, "reused_tokens", (json_int_t)job->reused_tokens,
+    json_t *json = json_pack("{s:s,s:s,s:I,s:I,s:I,s:I,s:I,s:f,s:f,s:I,s:I,s:{s:b,s:s,s:I,s:I},s:i}", "object", "tlc", "phase",
+                             phase, "prompt_tokens", (json_int_t)job->n_tokens, "reused_tokens", (json_int_t)job->reused_tokens,
                              "read_tokens", (json_int_t)n_read, "generated_tokens", (json_int_t)n_generated, "n_tokens",
                              (json_int_t)n_tokens, "prefill_tps", per_second(n_computed, (double)job->read_us / 1e6), "decode_tps",
                              per_second(n_generated - 1, job->decode_ms / 1e3), "kv_bytes", (json_int_t)stats.kv_bytes,
