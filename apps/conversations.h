@@ -44,7 +44,7 @@ dt_session *dt_conversation_session(const dt_conversation *conversation);
 dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_conversation **out, dt_sync_result *result,
                                 dt_error *error);
 /* One more reply from where `from` stands. Its memory was promised by take. */
-dt_status dt_conversations_fork(dt_conversations *all, const dt_conversation *from, const dt_job *job, dt_conversation **out,
+dt_status dt_conversations_fork(dt_conversations *all, dt_conversation *from, const dt_job *job, dt_conversation **out,
                                 dt_error *error);
 /* After steps: notices the cache's bytes, and rounds, before which there is no going back. */
 void dt_conversations_note_step(dt_conversations *all, dt_conversation *conversation);
