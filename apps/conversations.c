@@ -152,7 +152,7 @@ static dt_conversation *oldest_idle(const dt_conversations *all, const dt_conver
 static bool copy_tokens(dt_conversation *c) {
     size_t n = 0;
     const int32_t *tokens = dt_session_tokens(c->session, &n);
-    int32_t *copy = c->text == NULL ? malloc((n + 1) * sizeof *copy) : NULL;
+    int32_t *copy = c->text == NULL && n > 0 ? malloc((n + 1) * sizeof *copy) : NULL;
     if (copy != NULL) {
         memcpy(copy, tokens, n * sizeof *copy);
         free(c->tokens);
@@ -458,7 +458,9 @@ static bool remember_reply(dt_conversation *c, const dt_job *job, const dt_choic
         tokens[job->n_tokens + n] = choice->records[n].token;
         n++;
     }
-    memcpy(anchors, job->anchors, job->n_anchors * sizeof *anchors);
+    if (job->n_anchors > 0) {
+        memcpy(anchors, job->anchors, job->n_anchors * sizeof *anchors);
+    }
     free(c->text);
     free(c->tokens);
     free(c->anchors);

@@ -108,7 +108,9 @@ dt_status dt_conversations_tokenize(dt_conversations *all, const char *text, siz
         dt_free(more);
         return status != DT_OK ? status : dt_conversations_fail(error, DT_ERR_MEMORY, "out of memory for the prompt");
     }
-    memcpy(tokens + b.n_tokens, more, n_more * sizeof *tokens);
+    if (n_more > 0) {
+        memcpy(tokens + b.n_tokens, more, n_more * sizeof *tokens);
+    }
     dt_free(more);
     *out_tokens = tokens;
     *out_n = b.n_tokens + n_more;
