@@ -1,5 +1,5 @@
 /*
- * The files of the web page, built into the program.
+ * The files of the web page (web/), built into the program: cmake/dt_page.cmake writes the source.
  */
 #ifndef DT_APPS_SERVER_PAGE_H
 #define DT_APPS_SERVER_PAGE_H

@@ -26,7 +26,7 @@ def test_openai(server):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
     assert [m.id for m in client.models.list()] == [NAME]
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "Name the capital of France."}]
     whole = client.chat.completions.create(model=NAME, messages=messages, max_tokens=30, temperature=0)
     text = whole.choices[0].message.content
     assert "Paris" in text and whole.choices[0].finish_reason == "stop"
@@ -100,6 +100,6 @@ def test_curl(server):
     if not shutil.which("curl"):
         pytest.skip("no curl")
     script = os.path.join(os.path.dirname(TEXT), "chat.sh")
-    result = subprocess.run(["bash", script, f"http://127.0.0.1:{server.port}", "What is the capital of France?"], capture_output=True,
+    result = subprocess.run(["bash", script, f"http://127.0.0.1:{server.port}", "Name the capital of France."], capture_output=True,
                             text=True, timeout=120)
     assert result.returncode == 0 and "Paris" in result.stdout, result.stderr

@@ -30,7 +30,7 @@ class BadRow(Exception):
 
 def read_row(number, text):
     """A row as {"line", "form", "id", "body", "chat"}, or with "error"."""
-    row = {"line": number, "form": "short", "id": None}
+    row = {"line": number, "form": "openai", "id": None}
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -47,7 +47,7 @@ def read_row(number, text):
         elif not isinstance(row["id"], str):
             row["error"] = "custom_id is missing, or no string"
     else:
-        row.update(id=data.get("id"), body=data, chat="messages" in data)
+        row.update(form="short", id=data.get("id"), body=data, chat="messages" in data)
         if "messages" not in data and "prompt" not in data:
             row["error"] = "the row has neither a body, nor a prompt, nor messages"
         elif row["id"] is None:
@@ -205,8 +205,6 @@ def write_line(file, line):
 
 def run_rows(rows, engines, file, total, quiet):
     """Gives each engine a row, and the next one when its answer is there."""
-    import ray
-
     underway, free, done, begun = {}, list(engines), 0, time.monotonic()
     for row in rows:
         if "error" in row:
@@ -224,7 +222,6 @@ def run_rows(rows, engines, file, total, quiet):
         done += collect(underway, free, file)
     if not quiet and sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    del ray
     return done
 
 
