@@ -42,8 +42,8 @@ static const dt_option batch_rows[] = {
     {"-np, --parallel", "N", DT_OPTION_INT, AT(n_parallel), 1, 256, "replies computed at once, as far as --kv-memory allows (8)"},
 };
 
-static const dt_option_group batch_group = {"Jobs; --kv-memory is the limit of all caches together (half of the memory)",
-                                            batch_rows, sizeof batch_rows / sizeof batch_rows[0]};
+static const dt_option_group batch_group = {"Jobs; --kv-memory limits all caches together (half of the memory)", batch_rows,
+                                            sizeof batch_rows / sizeof batch_rows[0]};
 static const dt_option_group *const groups[] = {&batch_group, &dt_model_options, &dt_eviction_options, &dt_sampling_options,
                                                 &dt_output_options};
 #define N_GROUPS (sizeof groups / sizeof groups[0])

@@ -50,7 +50,7 @@ static const dt_option conversation_rows[] = {
 
 static const dt_option_group server_group = {"Server", server_rows, sizeof server_rows / sizeof server_rows[0]};
 static const dt_option_group conversation_group = {
-    "Conversations between requests; --kv-memory is the limit of all caches together (half of the memory)", conversation_rows,
+    "Conversations between requests; --kv-memory limits all caches together (half\n  of the memory)", conversation_rows,
     sizeof conversation_rows / sizeof conversation_rows[0]};
 static const dt_option_group *const groups[] = {&server_group,        &conversation_group,  &dt_model_options,
                                                 &dt_eviction_options, &dt_sampling_options, &dt_output_options};
