@@ -124,6 +124,18 @@ static uint64_t session_bytes(const dt_session *session) {
     return stats.kv_bytes;
 }
 
+/* Of what a session may come to, the bytes that are allocated already and stay its own. The last block of each lane is copied when it is
+ * shared; where tokens are evicted, any may be. */
+static uint64_t own_bytes(const dt_session *session, bool shares, bool evicts) {
+    const uint64_t now = session_bytes(session), copied = shares ? dt_session_kv_bound(session, 1) : 0;
+    return (shares && evicts) || copied > now ? 0 : now - copied;
+}
+
+static uint64_t growth(const dt_conversation *c) {
+    const uint64_t own = own_bytes(c->session, c->shares, c->key[0] != 0);
+    return c->promised_bytes > own ? c->promised_bytes - own : 0;
+}
+
 /* Bytes of all caches as they are, and as running requests may let them grow. */
 static uint64_t promised_bytes(const dt_conversations *all) {
     dt_group_stats group;
@@ -131,8 +143,7 @@ static uint64_t promised_bytes(const dt_conversations *all) {
     uint64_t bytes = group.kv_bytes;
     for (size_t i = 0; i < all->n; i++) {
         const dt_conversation *c = all->list[i];
-        const uint64_t now = c->in_use && c->session != NULL ? session_bytes(c->session) : 0;
-        bytes += c->in_use && c->promised_bytes > now ? c->promised_bytes - now : 0;
+        bytes += c->in_use && c->session != NULL ? growth(c) : 0;
     }
     return bytes;
 }
@@ -270,7 +281,7 @@ static dt_status refuse_size(const dt_conversations *all, uint64_t bytes, const 
 
 /* Checks the prompt's length and finds room. *out_fits false: not now. */
 static dt_status promise(dt_conversations *all, const dt_job *job, const dt_session *session, const dt_conversation *except,
-                         uint64_t now, uint64_t *out_bytes, bool *out_fits, dt_error *error) {
+                         uint64_t own, uint64_t *out_bytes, bool *out_fits, dt_error *error) {
     dt_session_stats stats;
     dt_session_get_stats(session, &stats);
     if (job->n_tokens > (size_t)stats.n_ctx) {
@@ -284,7 +295,7 @@ static dt_status promise(dt_conversations *all, const dt_job *job, const dt_sess
         return refuse_size(all, total, job, error);
     }
     *out_bytes = total;
-    *out_fits = make_room(all, total > now ? total - now : 0, except);
+    *out_fits = make_room(all, total > own ? total - own : 0, except);
     return *out_fits || any_in_use(all) ? DT_OK : refuse_size(all, total, job, error);
 }
 
@@ -319,7 +330,7 @@ static dt_status extend(dt_conversations *all, dt_conversation *c, const dt_job 
                         dt_error *error) {
     uint64_t bytes = 0;
     bool fits = false;
-    dt_status status = promise(all, job, c->session, c, session_bytes(c->session), &bytes, &fits, error);
+    dt_status status = promise(all, job, c->session, c, own_bytes(c->session, c->shares, c->key[0] != 0), &bytes, &fits, error);
     if (status != DT_OK || !fits) {
         return status;
     }
@@ -374,6 +385,10 @@ static dt_status branch(dt_conversations *all, dt_conversation *source, bool who
     }
     c->session = session;
     c->n_rounds = 0; /* this session's */
+    c->shares = source != NULL && !load;
+    if (c->shares) {
+        source->shares = true;
+    }
     *(source == NULL ? &all->stats.n_new : load ? &all->stats.n_loaded : &all->stats.n_forked) += 1;
     status = begin_use(all, c, job, bytes, result, error);
     if (status != DT_OK) {
@@ -409,6 +424,7 @@ dt_status dt_conversations_fork(dt_conversations *all, dt_conversation *from, co
     if (c != NULL) {
         c->session = session;
         c->in_use = true;
+        c->shares = from->shares = true;
         c->promised_bytes = bound_of(session, job);
         from->promised_bytes -= from->promised_bytes > c->promised_bytes ? c->promised_bytes : 0;
         c->whole_from = from->whole_from;
@@ -427,6 +443,7 @@ void dt_conversations_note_step(dt_conversations *all, dt_conversation *conversa
     dt_session_get_stats(conversation->session, &stats);
     pthread_mutex_lock(&all->lock);
     conversation->kv_bytes = stats.kv_bytes;
+    conversation->shares = conversation->shares && conversation->key[0] != 0; /* what it wrote into is its own now */
     if (stats.eviction_rounds != conversation->n_rounds) {
         conversation->n_rounds = stats.eviction_rounds;
         conversation->whole_from = (size_t)stats.n_tokens;
@@ -518,6 +535,16 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
         limit_idle(all);
     }
     pthread_mutex_unlock(&all->lock);
+}
+
+bool dt_conversations_give_room(dt_conversations *all) {
+    pthread_mutex_lock(&all->lock);
+    dt_conversation *oldest = oldest_idle(all, NULL);
+    if (oldest != NULL) {
+        put_away(all, oldest);
+    }
+    pthread_mutex_unlock(&all->lock);
+    return oldest != NULL;
 }
 
 void dt_conversations_drop(dt_conversations *all, dt_conversation *conversation) {

@@ -48,6 +48,8 @@ dt_status dt_conversations_fork(dt_conversations *all, dt_conversation *from, co
                                 dt_error *error);
 /* After steps: notices the cache's bytes, and rounds, before which there is no going back. */
 void dt_conversations_note_step(dt_conversations *all, dt_conversation *conversation);
+/* Puts the least recently used idle conversation away. False: there is none. */
+bool dt_conversations_give_room(dt_conversations *all);
 /* The request is over: the conversation is idle until one continues it. choice: the reply, whose end the session may lack. */
 void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation, const dt_job *job, const dt_choice *choice);
 void dt_conversations_drop(dt_conversations *all, dt_conversation *conversation);

@@ -21,6 +21,7 @@ struct dt_conversation {
     size_t whole_from;   /* it can go back to here */
     int64_t n_rounds;
     bool in_use, pinned;
+    bool shares;             /* blocks with another session: what is written into those is copied first */
     uint64_t promised_bytes; /* while in use: what its cache may come to */
     uint64_t kv_bytes;       /* when it was last idle */
     uint64_t file_bytes;     /* 0: not on disk */

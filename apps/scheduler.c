@@ -151,6 +151,15 @@ static size_t plan_step(dt_scheduler *s) {
     return n;
 }
 
+/* Nothing of the failed step is in the session. */
+static bool is_as_before(const dt_sequence *q) {
+    const dt_choice *choice = &q->job->choices[q->choice];
+    const size_t n_replied = choice->n_records > 0 ? choice->n_records - 1 : 0;
+    size_t n = 0;
+    dt_session_tokens(q->session, &n);
+    return n == (q->n_read < q->job->n_tokens ? q->n_read : q->job->n_tokens + n_replied);
+}
+
 static void step_all(dt_scheduler *s) {
     const int64_t begun = dt_now_us();
     const size_t n = plan_step(s);
@@ -164,6 +173,9 @@ static void step_all(dt_scheduler *s) {
         const dt_step *step = &s->steps[i];
         if (q->over) {
             continue; /* another reply of its job failed */
+        }
+        if (step->error.code == DT_ERR_MEMORY && is_as_before(q) && dt_conversations_give_room(s->conversations)) {
+            continue; /* the same again in the next round */
         }
         if (step->error.code != DT_OK) {
             dt_sequence_fail_job(s, q->job, &step->error);

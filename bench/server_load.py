@@ -4,7 +4,8 @@
     python3 bench/server_load.py http://127.0.0.1:8080 --chats 64 --minutes 10 --pid $(pidof deeptutor-server)
 
 Prints one JSON object: answers by status, tokens/s, time to the first token by turn (median and 95th percentile), the process's largest
-memory, and how many of the replies are the same tokens when the last turn is asked again alone (greedy). Standard library only.
+memory, and, for replies that are other ones when their turn is asked again alone (greedy), how near a tie the first other token was.
+Standard library only.
 """
 import argparse
 import http.client
@@ -47,6 +48,8 @@ def ask(address, messages, n):
     for line in response:
         if line.startswith(b"data: {"):
             data = json.loads(line[6:])
+            if "error" in data:
+                return data["error"]["message"], "", 0, None, 1
             usage = data.get("usage") or usage
             for choice in data["choices"]:
                 piece = choice["delta"].get("content", "")
@@ -80,6 +83,21 @@ def chat(address, options, number, until, counts):
             turn += 1
 
 
+def margin_of_difference(address, messages, n, reply):
+    """None where the same turn asked alone gives the same reply; else how much likelier (natural logarithm) the first other token was
+    than the next best: near 0, rounding decided."""
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=600)
+    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages, "max_tokens": n, "temperature": 0,
+                                                                   "logprobs": True, "top_logprobs": 2}))
+    choice = json.loads(connection.getresponse().read())["choices"][0]
+    text = ""
+    for token in choice["logprobs"]["content"]:
+        text += token["token"]
+        if not reply.startswith(text):
+            return round(token["top_logprobs"][0]["logprob"] - token["top_logprobs"][1]["logprob"], 3)
+    return None
+
+
 def largest_memory(pid):
     with open(f"/proc/{pid}/status") as file:
         return int(next(line for line in file if line.startswith("VmHWM")).split()[1]) * 1024
@@ -103,13 +121,13 @@ def main():
         thread.join()
     seconds = time.monotonic() - begun
     step = max(1, len(counts.asked) // max(1, options.check))
-    again = [(reply, ask(address, messages, options.tokens)[1]) for messages, reply in counts.asked[::step][:options.check]]
+    margins = [margin_of_difference(address, messages, options.tokens, reply) for messages, reply in counts.asked[::step][:options.check]]
     first = {turn: [round(statistics.median(t), 3), round(sorted(t)[int(len(t) * 0.95)], 3)] for turn, t in sorted(counts.first.items())}
     print(json.dumps({"seconds": round(seconds, 1), "status": {str(k): v for k, v in counts.status.items()},
                       "generated_tokens_per_second": round(counts.tokens / seconds, 1), "prompt_tokens": counts.prompt,
                       "cached_share": round(counts.cached / max(1, counts.prompt), 3), "first_token_seconds_by_turn": first,
                       "largest_memory_bytes": largest_memory(options.pid) if options.pid else None,
-                      "same_alone": [sum(a == b for a, b in again), len(again)]}))
+                      "asked_alone": len(margins), "margins_where_different": [m for m in margins if m is not None]}))
 
 
 if __name__ == "__main__":

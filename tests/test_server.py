@@ -411,6 +411,14 @@ def test_memory_ceiling(model, tmp_path):
         usage = again["usage"]
         assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 40, usage
     assert server.metrics()["deeptutor_kv_bytes_peak"] <= 600 << 10
+    # many at once that share their beginning: what is copied when they part is under the ceiling too
+    threads = [threading.Thread(target=server.complete, kwargs=dict(prompt=WORDS * 3 + f"{i} " * 8, max_tokens=30)) for i in range(16)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    m = server.metrics()
+    assert m['deeptutor_requests_total{outcome="failed"}'] == 0 and m["deeptutor_kv_bytes_peak"] <= 600 << 10, m
     status, answer, _ = server.ask("/v1/completions", {"prompt": WORDS * 4, "max_tokens": 700, "n": 4})
     assert status == 400 and "--kv-memory" in answer["error"]["message"]
     second = subprocess.run([SERVER, "-m", model, "--port", "0", *flags], capture_output=True, timeout=60)
