@@ -327,11 +327,14 @@ static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *e
 
 static void print_usage(FILE *file, const char *program) {
     fprintf(file,
-            "usage: %s COMMAND -m FILE -f TEXT [flags]   (COMMAND --help lists the flags)\n"
+            "usage: %s COMMAND -m FILE -f TEXT [flags]\n"
             "       %s ab -m FILE -i PROMPTS.jsonl [flags]\n"
-            "  kld        how far next-token distributions after eviction are from the full cache's\n"
-            "  needle     facts hidden in the text, asked for from the evicted and the full cache\n"
-            "  calibrate  measures how much each KV head needs, and writes an eviction config\n"
+            "COMMAND --help lists the flags. Commands:\n"
+            "  kld        how far next-token distributions after eviction are from those of\n"
+            "             the full cache\n"
+            "  needle     facts hidden in the text, asked for from the evicted and the full\n"
+            "             cache\n"
+            "  calibrate  measures how much each KV head needs, writes an eviction config\n"
             "  ab         answers to the same prompts with eviction off and on, compared\n",
             program, program);
 }

@@ -34,27 +34,30 @@ SPARE_BYTES = 2 << 30  # for the compute buffers, the program, the system
 
 @dataclass
 class Shape:
-    """make: options of make_model, None for a real model. prompt, decode: tokens. kld: context of the quality rows."""
+    """make: options of make_model, None for a real model. prompt, decode: tokens. kv_bytes: of a token in the F16 cache.
+    kld_context: tokens of the quality rows, 0 = none."""
     make: list
     prompt: int
+    kv_bytes: int
     decode: int = 512
     budget: int = 1024
     kld_context: int = 0
-    kld_chunks: int = 1
 
 
-def mha(layers, embd, heads, ff, vocab, *more):
-    return ["--layers", layers, "--embd", embd, "--heads", heads, "--kv-heads", heads, "--head-dim", embd // heads, "--ff", ff,
-            "--vocab", vocab, "--ctx", 32768, "--type", "q4_0", "--rope-base", 10000, "--no-tokenizer", *more]
+def random_shape(layers, embd, heads, kv_heads, ff, vocab, prompt, arch="llama", **more):
+    head = embd // heads
+    make = ["--layers", layers, "--embd", embd, "--heads", heads, "--kv-heads", kv_heads, "--head-dim", head, "--ff", ff, "--vocab",
+            vocab, "--ctx", 32768, "--type", "q4_0", "--rope-base", 10000, "--no-tokenizer", "--arch", arch]
+    return Shape(make, prompt, layers * kv_heads * 2 * head * 2, **more)
 
 
 SHAPES = {
-    "llama2-7b": Shape(mha(32, 4096, 32, 11008, 32000), 8192),
-    "llama2-13b": Shape(mha(40, 5120, 40, 13824, 32000), 16384),
-    "qwen-7b": Shape(mha(32, 4096, 32, 11008, 151936, "--arch", "qwen"), 8192),
-    "chatglm2-6b": Shape([*mha(28, 4096, 32, 13696, 65024, "--arch", "chatglm"), "--kv-heads", 2], 8192),
-    "smollm2": Shape(None, 6144, kld_context=6144),
-    "tiny": Shape(mha(4, 256, 4, 512, 2048), 512, decode=32, budget=128),
+    "llama2-7b": random_shape(32, 4096, 32, 32, 11008, 32000, 8192),
+    "llama2-13b": random_shape(40, 5120, 40, 40, 13824, 32000, 16384),
+    "qwen-7b": random_shape(32, 4096, 32, 32, 11008, 151936, 8192, "qwen"),
+    "chatglm2-6b": random_shape(28, 4096, 32, 2, 13696, 65024, 8192, "chatglm"),
+    "smollm2": Shape(None, 6144, 30 * 3 * 2 * 64 * 2, kld_context=6144),
+    "tiny": random_shape(4, 256, 4, 4, 512, 2048, 512, decode=32, budget=128),
 }
 
 
@@ -68,12 +71,12 @@ def available_bytes():
         return None
 
 
-def fit_prompt(shape, model_bytes, kv_bytes_per_token):
+def fit_prompt(shape, model_bytes):
     """Tokens of prompt, at most the shape's, whose full cache fits; 0: not even 2,048."""
     memory = available_bytes()
     if memory is None:
         return shape.prompt
-    room = (memory - SPARE_BYTES - model_bytes) / kv_bytes_per_token - shape.decode
+    room = (memory - SPARE_BYTES - model_bytes) / (shape.kv_bytes * 1.04) - shape.decode  # and what scores need beside keys and values
     return shape.prompt if room >= shape.prompt else int(room) // 1024 * 1024 if room >= 2048 else 0
 
 
@@ -83,7 +86,7 @@ def clock(seconds):
 
 # ---- engines ----
 
-def measure_ours(args, model, shape, prompt, decode, flags):
+def measure_ours(args, model, prompt, decode, flags):
     command = [args.bench, "-m", model, "-t", args.threads, "-d", prompt, "-p", 0, "-n", decode, "-r", 1, "-o", "json", *flags]
     rows = {row["test"]: row for row in json.loads(run(command, "deeptutor-bench"))["rows"]}
     return {"prompt": rows["prompt"]["tps"], "decode": rows["decode"]["tps"], "bound": rows["decode"]["bound_tps"],
@@ -96,7 +99,7 @@ def llama_rows(bench, args, model, fa, flags):
     return [row["avg_ts"] for row in rows]
 
 
-def measure_llama(bench, args, model, shape, prompt, decode):
+def measure_llama(bench, args, model, prompt, decode):
     """The better of flash attention off and on, test by test."""
     best = {"prompt": 0.0, "decode": 0.0}
     for fa in args.flash_attention:
@@ -118,7 +121,7 @@ def measure_kld(args, model, shape):
         if flags:
             out = args.scratch / "kld.json"
             run([args.eval, "kld", "-m", model, "-t", args.threads, "-f", args.text, "--context", shape.kld_context, "--chunks",
-                 shape.kld_chunks, *flags[1:], "--json", out], "deeptutor-eval")
+                 1, *flags[1:], "--json", out], "deeptutor-eval")
             numbers = json.loads(out.read_text())
             values[name] = numbers["kld"], numbers["top1"]
     return values
@@ -142,7 +145,7 @@ def make_model(args, name, shape):
 
 def estimate(args, bench, model, prompt, shape, engines):
     """Seconds, from short probes: reading grows with the square of the prompt where attention is what counts, so this is a floor."""
-    probe = measure_ours(args, model, shape, min(prompt, 256), 8, [])
+    probe = measure_ours(args, model, min(prompt, 256), 8, [])
     ours = prompt / probe["prompt"] + shape.decode / probe["decode"]
     seconds = ours * 1.5 * (engines - bool(bench))
     if bench:
@@ -150,20 +153,18 @@ def estimate(args, bench, model, prompt, shape, engines):
         read = llama_rows(bench, args, model, fa, ["-p", min(prompt, 256), "-n", 0])[0]
         decode = llama_rows(bench, args, model, fa, ["-p", 0, "-n", 8])[0]
         seconds += len(args.flash_attention) * (2 * prompt / read * 2 + shape.decode / decode * 2)
-    return seconds * args.rounds, probe
+    return seconds * args.rounds
 
 
 def measure_shape(args, bench, name, shape):
     model = make_model(args, name, shape)
     rows = eviction_rows(shape)
-    small = measure_ours(args, model, shape, 256, 2, [])
-    per_token = small["kv_bytes_full"] / 258
-    prompt = fit_prompt(shape, os.path.getsize(model), per_token)
+    prompt = fit_prompt(shape, os.path.getsize(model))
     if prompt == 0:
         say(f"{name}: left out, its weights and 2,048 tokens of cache don't fit this machine's memory")
         return None
-    seconds, _ = estimate(args, bench, model, prompt, shape, len(rows) + bool(bench))
-    say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, {args.rounds} rounds, at least "
+    seconds = estimate(args, bench, model, prompt, shape, len(rows) + bool(bench))
+    say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, {args.rounds} round{'s' * (args.rounds > 1)}, at least "
         f"{clock(seconds)}, about until {time.strftime('%H:%M', time.localtime(time.time() + seconds))}")
     samples = {}
     for turn in range(args.rounds):
@@ -171,9 +172,9 @@ def measure_shape(args, bench, name, shape):
         for engine, flags in engines.items():
             start = time.time()
             if flags is None:
-                values = measure_llama(bench, args, model, shape, prompt, shape.decode)
+                values = measure_llama(bench, args, model, prompt, shape.decode)
             else:
-                values = measure_ours(args, model, shape, prompt, shape.decode, [*flags, "--no-compare"] if flags else [])
+                values = measure_ours(args, model, prompt, shape.decode, [*flags, "--no-compare"] if flags else [])
             for key, value in values.items():
                 samples.setdefault((engine, key), []).append(value)
             say(f"  round {turn + 1}/{args.rounds}  {engine}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} t/s  "
@@ -273,6 +274,7 @@ def main():
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("-r", "--rounds", type=int, default=1)
     parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")
+    parser.add_argument("--llama-bench", type=Path, help="one that is built already (built into build-peers/)")
     parser.add_argument("--flash-attention", default="0,1", type=lambda s: [int(x) for x in s.split(",")],
                         help="llama.cpp's -fa, the better one counts (0,1)")
     parser.add_argument("--keep", action="store_true", help="keep the models made")
@@ -291,7 +293,7 @@ def main():
             sys.exit(f"{program} is not there; run: bash run.sh --test")
     folder = args.output or ROOT / "bench/results" / peers.processor_name().replace(" ", "-")
     args.scratch.mkdir(parents=True, exist_ok=True)
-    bench = None if args.no_llama else peers.build_llama_bench()
+    bench = None if args.no_llama else args.llama_bench or peers.build_llama_bench()
     shapes = read_rows(folder / f"original-t{args.threads}.csv")
     for name in args.shapes.split(","):
         rows = measure_shape(args, bench, name, SHAPES[name])
