@@ -27,10 +27,11 @@ table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant
 th, td { padding: 7px 12px; text-align: left; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th { font-weight: 600; color: var(--soft); }
 td.number, th.number { text-align: right; }
+td:first-child { white-space: normal; min-width: 8.5em; }
 tbody tr:last-child td { border-bottom: 0; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 16px; margin: 12px 0; }
 figure { margin: 0; padding: 12px; background: var(--panel); border: 1px solid var(--grid); border-radius: 8px; min-width: 0; }
-figure svg { display: block; width: 100%; max-width: 480px; height: auto; margin: 0 auto; }
+figure svg { display: block; width: 100%; max-width: 440px; height: auto; margin: 0 auto; }
 figcaption { font-size: .875rem; font-weight: 600; margin: 0 4px 8px; }
 details { margin: 8px 0; background: var(--panel); border: 1px solid var(--grid); border-radius: 8px; }
 summary { padding: 8px 14px; cursor: pointer; font-size: .875rem; }
@@ -39,6 +40,7 @@ summary { padding: 8px 14px; cursor: pointer; font-size: .875rem; }
 .sides b { font-size: .75rem; color: var(--soft); font-weight: 600; }
 pre { margin: 4px 0 0; font: .8125rem/1.45 ui-monospace, SFMono-Regular, Menlo, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; max-height: 22em; overflow-y: auto; }
+@media (max-width: 480px) { main { padding: 20px 12px 48px; } figure { padding: 10px 6px; } th, td { padding: 6px 8px; } }
 @media print { details > * { display: block; } figure, .table { break-inside: avoid; } }
 """
 

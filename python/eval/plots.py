@@ -8,16 +8,17 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter  # noqa: E402
 
 INK, GRID = "#1a2b3c", "#bac9d8"
 COLORS = ["#3d85d1", "#e07b22", "#2aa37a", "#c0569f", "#8a7be0", "#b09020", "#d9534f", "#3aa6b9"]
 MARKERS = "osD^vPX*"
-WIDTH, HEIGHT = 4.7, 3.0
+PERCENT = PercentFormatter(1, decimals=0, symbol=" %")
+WIDTH, HEIGHT = 4.2, 2.9
 
 plt.rcParams.update({
-    "font.size": 9.5, "axes.titlesize": 10, "axes.labelsize": 9.5, "xtick.labelsize": 8.5, "ytick.labelsize": 8.5,
-    "legend.fontsize": 8.5, "text.color": INK, "axes.edgecolor": GRID, "axes.labelcolor": INK, "xtick.color": GRID,
+    "font.size": 10, "axes.labelsize": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "legend.fontsize": 9.5,
+    "text.color": INK, "axes.edgecolor": GRID, "axes.labelcolor": INK, "xtick.color": GRID,
     "ytick.color": GRID, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.facecolor": "none",
     "axes.facecolor": "none", "savefig.facecolor": "none", "lines.linewidth": 1.8, "lines.markersize": 5.5,
@@ -32,9 +33,9 @@ def _figure(height=HEIGHT):
 def _legend(figure, axis):
     handles, labels = axis.get_legend_handles_labels()
     if len(labels) > 1:
-        columns = 2 if max(map(len, labels)) < 26 else 1
+        columns = 2 if max(map(len, labels)) < 22 else 1
         rows = -(-len(labels) // columns)
-        figure.set_figheight(figure.get_figheight() + 0.19 * rows)
+        figure.set_figheight(figure.get_figheight() + 0.21 * rows)
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=1.6,
                       columnspacing=1.2, labelspacing=0.35)
 
@@ -60,10 +61,11 @@ def against_kept(series, label, log=False, share=False, reference=None):
         axis.axhline(reference, color=INK, linewidth=1, linestyle=(0, (4, 3)), label="full cache")
     if log:
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axis.yaxis.set_minor_formatter("")
+        axis.yaxis.set_minor_formatter(lambda y, _: "")
     if share:
-        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axis.yaxis.set_major_formatter(PERCENT)
     axis.set_xlabel("tokens kept, of the context")
     axis.set_ylabel(label)
     _legend(figure, axis)
@@ -78,7 +80,7 @@ def by_layer(series, label):
         axis.plot(*zip(*points), label=name, **{**_style(i), "markersize": 3.5})
     axis.set_ylim(top=1.0)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.yaxis.set_major_formatter(PERCENT)
     axis.set_xlabel("layer")
     axis.set_ylabel(label)
     _legend(figure, axis)
@@ -104,11 +106,11 @@ def layer_map(rows, context, label, log=False):
     axis.set_ylabel("layer")
     bar = figure.colorbar(image, ax=axis, pad=0.02, fraction=0.05)
     bar.outline.set_visible(False)
-    bar.set_label(label, fontsize=8.5)
+    bar.set_label(label, fontsize=9.5)
     if log:
-        bar.ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g} %")
+        bar.ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.2g} %")
     else:
-        bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        bar.ax.yaxis.set_major_formatter(PERCENT)
     return figure
 
 
@@ -125,8 +127,8 @@ def lane_map(rows):
     axis.set_ylabel("layer")
     bar = figure.colorbar(image, ax=axis, pad=0.02, fraction=0.05)
     bar.outline.set_visible(False)
-    bar.set_label("kept", fontsize=8.5)
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    bar.set_label("kept", fontsize=9.5)
+    bar.ax.yaxis.set_major_formatter(PERCENT)
     return figure
 
 
@@ -134,11 +136,11 @@ def sorted_scores(series, label):
     """series: {name: [score of each sample]}; from the worst to the best."""
     figure, axis = _figure()
     for i, (name, scores) in enumerate(series.items()):
-        share = [(j + 1) / len(scores) for j in range(len(scores))]
-        axis.step(share, sorted(scores), where="post", label=name, color=_style(i)["color"])
+        share = [j / len(scores) for j in range(len(scores) + 1)]
+        axis.step(share, [min(scores), *sorted(scores)], where="pre", label=name, color=_style(i)["color"])
     axis.set_ylim(-0.02, 1.02)
     axis.set_xlim(0, 1)
-    axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.xaxis.set_major_formatter(PERCENT)
     axis.set_xlabel("samples, from the least alike")
     axis.set_ylabel(label)
     _legend(figure, axis)
@@ -159,7 +161,7 @@ def grouped_bars(groups, label):
     axis.invert_yaxis()
     axis.set_xlim(left=0)
     axis.grid(axis="y", visible=False)
-    axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.xaxis.set_major_formatter(PERCENT)
     axis.set_xlabel(label)
     _legend(figure, axis)
     return figure

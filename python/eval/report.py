@@ -77,9 +77,14 @@ def percent(share):
     return f"{100 * share:.3g} %"
 
 
+def spread(value, error, n, form):
+    """With its standard error, where more than one sample gives one."""
+    return f"{value:{form}}" + (f" ± {error:{form.lstrip('+')}}" if n > 1 else "")
+
+
 def kld_blocks(results, plots):
     name_series(results)
-    rows = [[r["name"], percent(row["kept_share"]), f"{row['kld']:.4f} ± {row['kld_error']:.4f}", f"{row['top1']:.3f}",
+    rows = [[r["name"], percent(row["kept_share"]), spread(row["kld"], row["kld_error"], len(row["chunks"]), ".4f"), f"{row['top1']:.3f}",
              f"{row['nll'] - row['nll_full']:+.4f}", str(len(row["chunks"]))] for r in results for row in r["settings"]]
     yield "heading", "Distance from the full cache"
     yield "text", ("After the context was evicted, the text goes on and both caches say how likely every next token is. KL divergence "
@@ -110,8 +115,8 @@ def attention_blocks(results, plots):
         figures.append((plots.by_layer(chosen, "attention kept"), "Attention to what is kept, by layer"))
     if figures:
         yield "heading", "Attention by layer"
-        yield "text", ("Of the latest queries of the context, in the full cache. On the left, each layer's attention by the position it "
-                       "goes to; beside it, which share of it goes to tokens that are still there after eviction.")
+        yield "text", ("Of the latest queries of the context, in the full cache: each layer's attention by the position it goes to, and "
+                       "the share of it that goes to tokens that are still there after eviction.")
         yield "figures", figures
 
 
@@ -152,7 +157,7 @@ def ab_blocks(results, plots):
     name_series(results)
     yield "heading", "The same prompts, eviction off and on"
     yield "table", ["eviction", "samples", "same output", "ROUGE-L", "tokens agree", "decode speed", "KV of full", "verdict"], [
-        [r["name"], str(len(r["samples"])), f"{r['exact_match']:.3f}", f"{r['rouge_l']:.3f} ± {r['rouge_l_error']:.3f}",
+        [r["name"], str(len(r["samples"])), f"{r['exact_match']:.3f}", spread(r["rouge_l"], r["rouge_l_error"], len(r["samples"]), ".3f"),
          f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x", percent(r["kv_share"]),
          "-" if r["verdict"] is None else "pass" if r["verdict"]["pass"] else "fail"] for r in results]
     checks = [[r["name"], c["name"], f"{c['value']:.4f}", f"{c['threshold']:.4f}", "pass" if c["pass"] else "fail"]
@@ -175,7 +180,7 @@ def task_blocks(results, plots):
     for result in results:
         for task in result["tasks"]:
             rows.append([task["name"], task["metric"], result["name"], str(task["n"]), f"{task['score_off']:.3f}",
-                         f"{task['score_on']:.3f}", f"{task['difference']:+.3f} ± {task['difference_error']:.3f}",
+                         f"{task['score_on']:.3f}", spread(task["difference"], task["difference_error"], task["n"], "+.3f"),
                          percent(task["kv_share"])])
             bars = groups.setdefault(task["name"], {"off": (task["score_off"], task["score_off_error"])})
             bars[result["name"]] = (task["score_on"], task["score_on_error"])
@@ -204,7 +209,7 @@ def make_report(path, title, results):
     models = sorted({os.path.basename(result["model"]) for result in results})
     contexts = sorted({result["context"] for result in results if "context" in result})
     blocks = [("text", "Model: " + ", ".join(models) +
-               (f". Context: {', '.join(f'{n:,}' for n in contexts)} tokens." if contexts else "."))]
+               (f". Context: {' and '.join(f'{n:,}' for n in contexts)} tokens." if contexts else "."))]
     for command, section in SECTIONS.items():
         chosen = [result for result in results if result["command"] == command]
         if chosen:

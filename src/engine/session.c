@@ -735,11 +735,11 @@ static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_
     }
     dt_kv_positions(session->kv, layer, kv_head, positions);
     for (size_t i = 0; i < n; i++) {
-        entries[i] = (kept_entry){positions[i], view.total_mass ? view.total_mass[i] : 0};
+        entries[i] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
     }
     free(positions);
     qsort(entries, n, sizeof *entries, compare_entries);
-    *out_observed = view.total_mass != NULL;
+    *out_observed = view.recent_mass != NULL;
     *out = entries;
     *out_n = n;
     return DT_OK;
