@@ -167,7 +167,9 @@ def ab_blocks(results, plots):
     yield "figures", [(plots.sorted_scores({r["name"]: [s["rouge_l"] for s in r["samples"]] for r in results}, "ROUGE-L"),
                        "How alike the outputs are")]
     for result in results:
-        worst = sorted(result["samples"], key=lambda s: s["rouge_l"])[:20]
+        worst = sorted((s for s in result["samples"] if not s["exact_match"]), key=lambda s: s["rouge_l"])[:20]
+        if not worst:
+            continue
         yield "text", f"{result['name']}: the outputs that differ most."
         yield "samples", result["name"], [
             (f"line {s['line']}: ROUGE-L {s['rouge_l']:.3f}, tokens agree {s['token_agreement']:.3f}",
