@@ -45,7 +45,7 @@ def build_llama_bench() -> Path:
         sys.exit("the source of llama.cpp is not there; run: bash run.sh")
     folder = PEERS / sources[-1].name
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
-               "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF"]
+               "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'bench/peers.cmake'}"]
     say("building llama-bench (minutes, the first time)")
     run(["cmake", "-S", sources[-1], "-B", folder, *options], "configuring llama.cpp")
     run(["cmake", "--build", folder, "--target", "llama-bench", "-j", os.cpu_count()], "building llama-bench")

@@ -8,6 +8,7 @@
 #                         (environment variable DT_CACHE, else deps/cache) and checked by its hash
 # Everything is static and EXCLUDE_FROM_ALL: only what our targets link is compiled.
 
+include("${CMAKE_CURRENT_LIST_DIR}/dt_cure_amx.cmake")
 include("${CMAKE_CURRENT_LIST_DIR}/dt_patches.cmake")
 
 set(DT_LLAMA_CPP_PYTHON_VERSION 0.3.36)
@@ -110,15 +111,6 @@ function(dt_add_llama_common source)
     target_include_directories(dt_llama_common SYSTEM PUBLIC "${source}/common" "${source}/vendor")
     target_compile_options(dt_llama_common PRIVATE -w -O1) # templates are rendered once a turn: short builds matter more
     target_link_libraries(dt_llama_common PUBLIC llama Threads::Threads)
-endfunction()
-
-# gcc before 12.4, 13.3 and 14 takes _tile_loadconfig for reading 8 bytes and deletes the stores that fill the rest of the tile
-# table (GCC PR target/114098): the first tile load dies with SIGILL. These two passes are what deletes them.
-function(dt_cure_amx source)
-    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14 AND TARGET ggml-cpu)
-        file(GLOB amx_sources "${source}/ggml/src/ggml-cpu/amx/*.cpp")
-        set_property(SOURCE ${amx_sources} TARGET_DIRECTORY ggml-cpu APPEND PROPERTY COMPILE_OPTIONS -fno-dse -fno-tree-dse)
-    endif()
 endfunction()
 
 # A function, so that the settings of llama.cpp's build stay in here.

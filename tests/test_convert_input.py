@@ -1,6 +1,7 @@
 """What convert.py reads: files of all forms and states. Every fault is one sentence that names the file, tensor or number, before
 any output exists; a pickle that wants more than tensors is refused by name.
 """
+import json
 import os
 import pickle
 import shutil
@@ -417,3 +418,59 @@ def test_memory_is_bounded(tokenizers, tmp_path):
                              "-o", str(tmp_path / "out.gguf"), "--outtype", "bf16"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 250_000
+
+
+def nodes(value, path=()):
+    """Paths to everything in a JSON value; of lists, the first two."""
+    yield path
+    if isinstance(value, dict):
+        children = value.items()
+    else:
+        children = list(enumerate(value))[:2] if isinstance(value, list) else []
+    for key, child in children:
+        yield from nodes(child, path + (key,))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "glm4_chat"])
+def test_values_of_another_kind(tokenizers, tmp_path, capsys, name):
+    """Somewhere in a JSON file stands what should not stand there, or README.md or the vocabulary is damaged. Any sentence will do, and
+    a file that still reads; never a traceback."""
+    made = make(tokenizers, tmp_path, name)
+    random = np.random.default_rng(7)
+    wrong = [None, -1, 0, "", [], {}, 1e30, "x" * 3000, True, [None], {"a": 1}, "\ud800"]
+    for path in sorted(made.folder.glob("*")):
+        whole = path.read_bytes()
+        for _ in range(20 if path.suffix in (".json", ".md", ".model") else 0):
+            if path.suffix == ".json":
+                value = json.loads(whole)
+                *way, last = ("value", *list(nodes(value))[random.integers(len(list(nodes(value))))])
+                root = place = {"value": value}
+                for key in way:
+                    place = place[key]
+                place[last] = wrong[random.integers(len(wrong))]
+                path.write_text(json.dumps(root["value"]))
+            else:
+                damaged = bytearray(whole)
+                damaged[random.integers(min(len(whole), 3000))] ^= int(random.integers(1, 256))
+                path.write_bytes(damaged)
+            out = tmp_path / "out.gguf"
+            out.unlink(missing_ok=True)
+            run_convert(made.folder, out)
+            assert "Traceback" not in capsys.readouterr().err
+        path.write_bytes(whole)
+
+
+def test_kill_9(tokenizers, tmp_path):
+    """What is under the final name is what was there before, whenever the kill comes; the next run goes well and clears away."""
+    made = make(tokenizers, tmp_path)
+    out = tmp_path / "out.gguf"
+    expected = converted(made.folder, out).read_bytes()
+    out.write_bytes(b"old")
+    command = [sys.executable, str(HERE.parent / "convert.py"), "--pytorch_model_path", str(made.folder), "-o", str(out)]
+    for delay in (0.05, 0.4, 0.6, 0.7, 0.8, 0.9):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        assert out.read_bytes() in (b"old", expected)
+    assert converted(made.folder, out).read_bytes() == expected

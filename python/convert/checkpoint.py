@@ -14,10 +14,17 @@ KINDS = (("model", ".safetensors", read_safetensors), ("pytorch_model", ".bin", 
 
 
 def load_json(path):
+    """All the JSON files of such folders hold one object."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half of a character, which no UTF-8 file can hold
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, OSError, RecursionError) as error:
         raise ConvertError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConvertError(f"{path} should hold a JSON object and does not; fetch it again")
+    return value
 
 
 def find_weights(folder):

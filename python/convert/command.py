@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from . import packed
 from .checkpoint import find_weights, load_json, missing_weights, open_checkpoint
-from .errors import ConvertError, say
+from .errors import ConvertError, interpreting, say
 from .families import FAMILIES, find_family
 from .metadata import read_hyperparameters, write_hyperparameters
 from .output import FILE_TYPES, Writer, main_type, plan_tensors
@@ -75,7 +75,8 @@ def check_folder(folder, hint):
     missing, config = missing_weights(folder), None
     if (folder / "config.json").is_file():
         config = load_json(folder / "config.json")
-        family = find_family(config, hint)
+        with interpreting(folder / "config.json"):
+            family = find_family(config, hint)
         if find_tokenizer(family, folder) is None:
             missing.append(f"the tokenizer ({' or '.join(family.tokenizers)})")
     else:
@@ -145,24 +146,30 @@ def prepare(arguments, quantize_to, quantizer):
     """Everything up to the first byte of output: a writer, its size, the output's path, the number format's name."""
     folder = arguments.pytorch_model_path
     config, family = check_folder(folder, arguments.model_name)
-    settings = packed.read_settings(folder, config)
-    hyper = read_hyperparameters(family, config)
+    with interpreting(folder / "config.json"):
+        settings = packed.read_settings(folder, config)
+        hyper = read_hyperparameters(family, config)
     say(f"{folder}: {family.architecture}, {hyper.n_layers} layers, {len(find_weights(folder)[1])} file(s) of weights")
     tensors = open_checkpoint(folder)
     float_type = choose_float_type(arguments.outtype, tensors)
     if settings is not None:
         tensors = packed.unpack_checkpoint(tensors, settings)
-    planned, n_rows = plan_tensors(family, hyper, tensors, float_type, config)
-    vocabulary = read_vocabulary(family, folder, config, arguments.model_name)
-    vocabulary.fit(n_rows)
+    with interpreting(folder / "config.json"):
+        planned, n_rows = plan_tensors(family, hyper, tensors, float_type, config)
+    with interpreting(f"the tokenizer of {folder} ({', '.join(family.tokenizers)}, tokenizer_config.json)"):
+        vocabulary = read_vocabulary(family, folder, config, arguments.model_name)
+        vocabulary.fit(n_rows)
+        specials = SpecialTokens(folder, n_rows)
 
     is_name = arguments.model_name and arguments.model_name.lower() not in [word for f in FAMILIES for word in f.hints]
     writer = Writer(family.architecture, planned)
-    writer.add_general(folder, arguments.model_name if is_name else None)
-    write_hyperparameters(family, hyper, n_rows, writer.add)
+    with interpreting(f"what {folder} tells of the model"):
+        writer.add_general(folder, arguments.model_name if is_name else None)
+        write_hyperparameters(family, hyper, n_rows, writer.add)
     writer.add("general.file_type", FILE_TYPES[main_type(planned)])
     writer.add("general.quantization_version", 2)
-    write_vocabulary(vocabulary, SpecialTokens(folder, n_rows), writer.add, writer.add_array)
+    with interpreting(f"the tokenizer of {folder}"):
+        write_vocabulary(vocabulary, specials, writer.add, writer.add_array)
 
     type_name = quantize_to or main_type(planned)
     name = arguments.model_name or folder.resolve().name

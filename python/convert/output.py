@@ -10,9 +10,10 @@ from typing import Callable
 
 import gguf
 import numpy as np
+import yaml  # which gguf brings
 
 from .checkpoint import load_json, shorten
-from .errors import ConvertError
+from .errors import ConvertError, interpreting
 from .families import IGNORED_PREFIXES, IGNORED_SUFFIXES
 from .metadata import rope_factors
 from .packed import PackedTensor, quantize_q8_0
@@ -195,7 +196,11 @@ class Writer:
     def add_general(self, folder, name):
         """general.*: what the model card, generation_config.json and the folder's name tell."""
         total, shared, expert, n_experts = self.writer.get_total_parameter_count()
-        metadata = gguf.Metadata.load(None, folder, name, total)
+        try:
+            metadata = gguf.Metadata.load(None, folder, name, total)
+        except yaml.YAMLError as error:
+            raise ConvertError(f"{folder / 'README.md'}: the YAML at its head is damaged ({str(error).splitlines()[0]}); mend it, or "
+                               "remove the file") from error
         metadata.name = metadata.name or folder.name
         if metadata.size_label is None and total > 0:
             metadata.size_label = gguf.size_label(total, shared, expert, n_experts)
@@ -220,9 +225,10 @@ class Writer:
     def write(self, path, progress):
         """progress(n): called with the bytes that each piece added."""
         writer = self.writer
-        writer.write_header_to_file(path=path)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        with interpreting("what the folder tells of the model (config.json, generation_config.json, README.md, tokenizer files)"):
+            writer.write_header_to_file(path=path)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
         file = writer.fout[0]
         try:
             self._pad(file)

@@ -77,7 +77,7 @@ static void close_oracles(oracles o) {
 static void follow(const fixture *f, dt_session *session, oracles o, int32_t token, int32_t n_steps) {
     float *want = malloc(2 * f->n_vocab * sizeof *want), *other = want + f->n_vocab;
     double worst = 0.0, spread = 0.0, widest_tie = 0.0;
-    int32_t same = 0;
+    int32_t same = 0, own_same = 0;
     for (int32_t i = 0; i < n_steps; i++) {
         append_token(session, token);
         assert_true(oracle_decode(o.plain, &token, 1, want));
@@ -90,12 +90,13 @@ static void follow(const fixture *f, dt_session *session, oracles o, int32_t tok
         const double gap = top_gap(want, f->n_vocab);
         widest_tie = !equal && gap > widest_tie ? gap : widest_tie;
         same += equal;
+        own_same += argmax(other, f->n_vocab) == token;
     }
-    print_message("worst logit error %.3f (libllama's own spread %.3f), %d of %d greedy tokens equal\n", worst, spread, same,
-                  n_steps);
+    print_message("worst logit error %.3f (libllama's own spread %.3f), %d of %d greedy tokens equal (libllama's own: %d)\n", worst,
+                  spread, same, n_steps, own_same);
     assert_true(worst <= OF_ITS_OWN_SPREAD * spread);
     assert_true(widest_tie <= OF_ITS_OWN_SPREAD * spread);
-    assert_true(same * 10 >= n_steps * 9);
+    assert_true(same + n_steps / 10 >= own_same); /* ties fall differently in a tenth of the steps more, at the most */
     free(want);
 }
 
@@ -177,7 +178,24 @@ static double divergence(const float *p_logits, const float *q_logits, size_t n)
     return sum;
 }
 
-/* An INT8 cache, with eviction in both, keeps the distributions (cases.md row 6). local_window: both keep the same tokens. */
+/* What the last tokens' distributions of two sessions differ by, over the tokens that follow the n that both have read. */
+static double mean_divergence(const fixture *f, dt_session *a, dt_session *b, size_t n, size_t n_steps) {
+    double sum = 0;
+    for (size_t i = 0; i < n_steps; i++) {
+        const float *want = dt_session_logits(a), *got = dt_session_logits(b);
+        assert_true(all_finite(want, f->n_vocab) && all_finite(got, f->n_vocab));
+        sum += divergence(want, got, f->n_vocab);
+        append_token(a, f->tokens[n + i]);
+        append_token(b, f->tokens[n + i]);
+    }
+    return sum / (double)n_steps;
+}
+
+/*
+ * An INT8 cache, with eviction in both, keeps the distributions (cases.md row 6). local_window: both keep the same tokens. What is
+ * little depends on the model: other rounding of an F16 cache alone costs 0.004 on SmolLM2 and 0.02 to 0.04 on Gemma 3 270M, where
+ * libllama is 0.02 from itself; so that is the measure.
+ */
 static void test_int8_changes_little(void **state) {
     const fixture *f = *state;
     if (!f) {
@@ -186,28 +204,23 @@ static void test_int8_changes_little(void **state) {
     }
     enum { N = 700, STEPS = 64 };
     dt_eviction *eviction = eviction_from_json(f->model, "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 256}}");
-    dt_session_params params = {.n_threads = 2, .n_ctx = N_CTX, .eviction = eviction};
-    dt_session *f16 = open_session(f->model, &params);
-    params.kv_type = DT_KV_INT8;
-    dt_session *int8 = open_session(f->model, &params);
-    sync_tokens(f16, f->tokens, N);
-    sync_tokens(int8, f->tokens, N);
-    double sum = 0, worst = 0;
-    for (size_t i = 0; i < STEPS; i++) {
-        const float *want = dt_session_logits(f16), *got = dt_session_logits(int8);
-        assert_true(all_finite(want, f->n_vocab) && all_finite(got, f->n_vocab));
-        const double kld = divergence(want, got, f->n_vocab);
-        sum += kld;
-        worst = kld > worst ? kld : worst;
-        append_token(f16, f->tokens[N + i]);
-        append_token(int8, f->tokens[N + i]);
+    const dt_session_params f16 = {.n_threads = 2, .n_ctx = N_CTX, .eviction = eviction};
+    dt_session_params reference = f16, int8 = f16;
+    reference.kernel = "reference";
+    int8.kv_type = DT_KV_INT8;
+    double cost[2];
+    const dt_session_params *const others[] = {&reference, &int8};
+    for (int i = 0; i < 2; i++) {
+        dt_session *a = open_session(f->model, &f16), *b = open_session(f->model, others[i]);
+        sync_tokens(a, f->tokens, N);
+        sync_tokens(b, f->tokens, N);
+        cost[i] = mean_divergence(f, a, b, N, STEPS);
+        dt_session_free(a);
+        dt_session_free(b);
     }
-    print_message("INT8 against F16: mean KL divergence %.5f, worst %.5f of %d steps\n", sum / STEPS, worst, STEPS);
-    assert_true(sum > 0);
-    assert_true(sum / STEPS <= 0.02);
-    assert_true(worst <= 0.2);
-    dt_session_free(f16);
-    dt_session_free(int8);
+    print_message("mean KL divergence from F16: %.5f by rounding, %.5f by INT8\n", cost[0], cost[1]);
+    assert_true(cost[1] > 0);
+    assert_true(cost[1] <= 3 * cost[0]);
     dt_eviction_free(eviction);
 }
 

@@ -1,0 +1,305 @@
+// The page: a conversation, kept in the browser and sent whole with each message (the server finds what it has cached of it by its
+// text), and the settings it is sent with.
+import { say, number, useLanguage, chosenLanguage } from "/words.js";
+import { render } from "/markdown.js";
+import { chat, properties, Refused } from "/stream.js";
+import { show, paint } from "/tlc.js";
+
+const $ = (id) => document.getElementById(id);
+const BIGGEST_DOCUMENT = 32 << 20; // bytes; a model's context is far smaller
+
+// messages: {role, content, documents: [{name, text}]}; documents only where the user added some
+let messages = [], documents = [], running = null, server = null;
+
+/* ---- what the browser keeps ---- */
+
+function load(name) {
+  try {
+    return JSON.parse(localStorage.getItem(name));
+  } catch {
+    return null;
+  }
+}
+
+function keep(name, value) {
+  try {
+    localStorage.setItem(name, JSON.stringify(value));
+    return true;
+  } catch { // no room, or not allowed
+    return false;
+  }
+}
+
+function keepMessages() {
+  if (!keep("deeptutor.messages", messages)) status(say("unsaved"));
+}
+
+function keepSettings() {
+  keep("deeptutor.settings", {
+    language: chosenLanguage(), evict: $("evict").checked, preset: $("preset").value, system: $("system").value,
+    temperature: $("temperature").value, maxTokens: $("max-tokens").value,
+  });
+}
+
+/* ---- the conversation ---- */
+
+function status(text) { $("status").textContent = text; }
+
+function atEnd() {
+  const box = $("chat");
+  const room = box.scrollHeight > box.clientHeight + 1 ? box : document.scrollingElement;
+  return room.scrollHeight - room.scrollTop - room.clientHeight < 80;
+}
+
+function toEnd() {
+  const box = $("chat");
+  if (box.scrollHeight > box.clientHeight + 1) box.scrollTop = box.scrollHeight;
+  else $("composer").scrollIntoView({ block: "end" });
+}
+
+function messageView(message) {
+  const item = document.createElement("li");
+  item.className = `message ${message.role}`;
+  const who = document.createElement("div");
+  who.className = "who";
+  who.append(say(message.role === "user" ? "you" : "model"));
+  const text = document.createElement("div");
+  text.className = "text";
+  item.append(who, text);
+  if (message.role === "assistant") {
+    const copy = document.createElement("button");
+    copy.type = "button";
+    copy.textContent = say("copy");
+    copy.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(message.content);
+      copy.textContent = say("copied");
+      setTimeout(() => { copy.textContent = say("copy"); }, 1500);
+    });
+    who.append(copy);
+    text.append(render(message.content));
+  } else {
+    for (const added of message.documents ?? []) {
+      const chip = document.createElement("div");
+      chip.className = "document";
+      chip.textContent = `${added.name} · ${number(added.text.length)}`;
+      text.append(chip);
+    }
+    text.append(message.content);
+  }
+  return item;
+}
+
+function showMessages() {
+  $("messages").replaceChildren(...messages.map(messageView));
+  $("welcome").hidden = messages.length > 0;
+  showButtons();
+}
+
+function showButtons() {
+  $("send").hidden = running !== null;
+  $("stop").hidden = running === null;
+  $("again").hidden = running !== null || !messages.some((m) => m.role === "user");
+  $("again").textContent = say("again");
+  for (const id of ["evict", "preset"]) $(id).disabled = running !== null || !server?.eviction?.override;
+}
+
+// What the model reads for a message: the documents first, so that the text before a question stays the same from turn to turn.
+function wholeText(message) {
+  const parts = (message.documents ?? []).map((added) => `${added.name}:\n\n${added.text}`);
+  return [...parts, message.content].filter((part) => part !== "").join("\n\n");
+}
+
+function request() {
+  const system = $("system").value.trim();
+  const body = {
+    messages: [...(system ? [{ role: "system", content: system }] : []),
+      ...messages.map((m) => ({ role: m.role, content: m.role === "user" ? wholeText(m) : m.content }))],
+    stream: true, tlc: true,
+  };
+  if ($("temperature").value !== "") body.temperature = Number($("temperature").value);
+  if ($("max-tokens").value !== "") body.max_tokens = Number($("max-tokens").value);
+  if (server?.eviction?.override) body.eviction = $("evict").checked ? { preset: $("preset").value } : { enabled: false };
+  return body;
+}
+
+async function answer() {
+  const reply = { role: "assistant", content: "" }, conversation = messages;
+  const body = request();
+  const view = messageView(reply), text = view.querySelector(".text");
+  let drawn = false, reason = "";
+  running = new AbortController();
+  $("messages").append(view);
+  $("welcome").hidden = true;
+  showButtons();
+  status("");
+  toEnd();
+  const draw = () => { // at most once a frame: a long answer is rendered anew each time
+    drawn = false;
+    const follow = atEnd();
+    text.replaceChildren(render(reply.content));
+    if (follow) toEnd();
+  };
+  try {
+    await chat(body, $("key").value, running.signal, {
+      text: (piece) => {
+        reply.content += piece;
+        status(say("writingNow"));
+        if (!drawn) requestAnimationFrame(draw);
+        drawn = true;
+      },
+      tlc: (event) => {
+        show(event);
+        if (event.phase === "prefill") status(say("readingNow", { n: number(event.read_tokens), all: number(event.prompt_tokens) }));
+      },
+      end: (why) => { reason = why; },
+    });
+    status(reason === "length" ? say("cutShort") : "");
+  } catch (problem) {
+    status(problem.name === "AbortError" ? say("stopped")
+      : problem instanceof Refused && (problem.status === 429 || problem.status === 503) ? say("busy", { n: problem.retryAfter })
+        : problem instanceof Refused ? say("failed", { why: problem.message }) : say("gone"));
+  }
+  running = null;
+  if (messages === conversation && reply.content !== "") messages.push(reply); // not into a new chat begun meanwhile
+  keepMessages();
+  showMessages();
+  if (atEnd()) toEnd();
+}
+
+function send() {
+  const content = $("prompt").value.trim();
+  if (running || (content === "" && documents.length === 0)) return;
+  messages.push(documents.length ? { role: "user", content, documents } : { role: "user", content });
+  documents = [];
+  $("prompt").value = "";
+  showDocuments();
+  showMessages();
+  keepMessages();
+  answer();
+}
+
+/* ---- documents ---- */
+
+function showDocuments() {
+  $("documents").replaceChildren(...documents.map((added, i) => {
+    const item = document.createElement("li"), remove = document.createElement("button");
+    remove.type = "button";
+    remove.textContent = "×";
+    remove.setAttribute("aria-label", say("remove", { name: added.name }));
+    remove.addEventListener("click", () => {
+      documents.splice(i, 1);
+      showDocuments();
+      $("prompt").focus();
+    });
+    item.append(`${added.name} · ${number(added.text.length)} `, remove);
+    return item;
+  }));
+}
+
+async function add(files) {
+  for (const file of files) {
+    let text = null;
+    try {
+      text = file.size <= BIGGEST_DOCUMENT ? new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer()) : null;
+    } catch { /* not UTF-8 */ }
+    if (text === null || text.includes("\0")) status(say("notText", { name: file.name }));
+    else documents.push({ name: file.name, text });
+  }
+  showDocuments();
+  $("prompt").focus();
+}
+
+/* ---- begin ---- */
+
+function settingsNote() { $("settings-note").textContent = server ? say(server.eviction.override ? "changed" : "fixed") : ""; }
+
+async function begin() {
+  const kept = load("deeptutor.settings") ?? {};
+  useLanguage(kept.language ?? (navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en"));
+  $("language").value = chosenLanguage();
+  $("system").value = kept.system ?? "";
+  $("temperature").value = kept.temperature ?? "";
+  $("max-tokens").value = kept.maxTokens ?? "";
+  messages = load("deeptutor.messages") ?? [];
+  showMessages();
+  paint();
+  toEnd();
+  try {
+    server = await properties();
+    $("model").textContent = server.model;
+    $("key-row").hidden = !server.api_key;
+    $("max-tokens").placeholder = server.max_tokens ?? "";
+    $("preset").replaceChildren(...server.eviction.presets.map((name) => new Option(name, name)));
+    const own = server.eviction.presets.find((name) => server.eviction.name === `preset ${name}`);
+    $("preset").value = server.eviction.presets.includes(kept.preset) ? kept.preset : own ?? server.eviction.presets[0];
+    $("evict").checked = kept.evict ?? server.eviction.enabled;
+  } catch {
+    status(say("noServer"));
+  }
+  settingsNote();
+  showButtons();
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { // isComposing: Enter ends a Chinese word, not the message
+    event.preventDefault();
+    send();
+  }
+});
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
+$("stop").addEventListener("click", () => running?.abort());
+$("again").addEventListener("click", () => {
+  while (messages.length && messages[messages.length - 1].role === "assistant") messages.pop();
+  showMessages();
+  answer();
+});
+$("fresh").addEventListener("click", () => {
+  running?.abort();
+  messages = [];
+  documents = [];
+  keepMessages();
+  show(null);
+  showDocuments();
+  showMessages();
+  status("");
+  $("prompt").focus();
+});
+$("language").addEventListener("change", () => {
+  useLanguage($("language").value);
+  keepSettings();
+  settingsNote();
+  showDocuments();
+  if (!running) showMessages();
+  paint();
+});
+for (const id of ["evict", "preset", "system", "temperature", "max-tokens"]) $(id).addEventListener("change", keepSettings);
+$("attach").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", () => {
+  add([...$("file").files]);
+  $("file").value = "";
+});
+$("prompt").addEventListener("paste", (event) => {
+  if (event.clipboardData.files.length) {
+    event.preventDefault();
+    add([...event.clipboardData.files]);
+  }
+});
+let dragged = 0; // enter and leave come for every element on the way
+document.addEventListener("dragenter", (event) => {
+  if (event.dataTransfer.types.includes("Files")) $("drop").hidden = ++dragged <= 0;
+});
+document.addEventListener("dragleave", (event) => {
+  if (event.dataTransfer.types.includes("Files")) $("drop").hidden = --dragged <= 0;
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  dragged = 0;
+  $("drop").hidden = true;
+  add([...event.dataTransfer.files]);
+});
+begin();
