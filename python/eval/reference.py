@@ -20,7 +20,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SINKS = 4
-BLOCK = 512  # queries at a time
+BLOCK = 128  # queries at a time
 
 
 class Llama:
@@ -59,29 +59,32 @@ class Llama:
         out[..., 1::2] = x[..., 1::2] * cos + x[..., 0::2] * sin
         return out
 
-    def attend(self, q, k, v, positions, key_positions):
+    def attend(self, q, k, v):
+        """The queries' own keys are the last len(q); all before them are seen by every query. Key heads are [head][key][dim]."""
+        n, group = len(q), self.heads // self.kv_heads
         out = np.empty_like(q)
-        hidden = key_positions[None] > positions[:, None]
-        for head in range(self.heads):
-            kv = head * self.kv_heads // self.heads
-            scores = q[:, head] @ k[:, kv].T * np.float32(self.dim ** -0.5)
-            scores[hidden] = -np.inf
-            scores = np.exp(scores - scores.max(-1, keepdims=True))
-            out[:, head] = scores @ v[:, kv] / scores.sum(-1, keepdims=True)
-        return out.reshape(len(q), -1)
+        hidden = np.triu(np.full((n, n), -np.inf, np.float32), 1)
+        for kv in range(self.kv_heads):
+            for head in range(kv * group, (kv + 1) * group):
+                scores = (q[:, head] * np.float32(self.dim ** -0.5)) @ k[kv].T
+                scores[:, -n:] += hidden
+                scores -= scores.max(-1, keepdims=True)
+                np.exp(scores, out=scores)
+                out[:, head] = scores @ v[kv] / scores.sum(-1, keepdims=True)
+        return out.reshape(n, -1)
 
     def layer(self, x, i, positions, cache):
-        """cache: (keys, values, positions) before x; returns x after the layer and the longer cache."""
+        """cache: (keys, values) before x, [KV head][token][dim]; returns x after the layer and the longer cache."""
         w, p, n = self.w, f"blk.{i}.", len(x)
         h = self.norm(x, p + "attn_norm")
         q, k, v = (h @ w[p + f"attn_{name}.weight"].T for name in "qkv")
         q, k = self.rotate(q.reshape(n, -1, self.dim), positions), self.rotate(k.reshape(n, -1, self.dim), positions)
-        keys, values = np.concatenate([cache[0], k]), np.concatenate([cache[1], v.reshape(n, -1, self.dim)])
-        at = np.concatenate([cache[2], positions])
-        x = x + self.attend(q, keys, values, positions, at) @ w[p + "attn_output.weight"].T
+        v = v.reshape(n, -1, self.dim)
+        keys, values = (np.concatenate([old, new.swapaxes(0, 1)], 1) for old, new in zip(cache, (k, v)))
+        x = x + self.attend(q, keys, values) @ w[p + "attn_output.weight"].T
         h = self.norm(x, p + "ffn_norm")
         gate = h @ w[p + "ffn_gate.weight"].T
-        return x + (gate / (1 + np.exp(-gate)) * (h @ w[p + "ffn_up.weight"].T)) @ w[p + "ffn_down.weight"].T, (keys, values, at)
+        return x + (gate / (1 + np.exp(-gate)) * (h @ w[p + "ffn_up.weight"].T)) @ w[p + "ffn_down.weight"].T, (keys, values)
 
     def read(self, tokens, first, caches, logits=False):
         """Tokens at positions from `first` on; caches: of each layer, replaced in place."""
@@ -95,15 +98,15 @@ class Llama:
         return None
 
     def empty(self):
-        none = np.empty((0, self.kv_heads, self.dim), np.float32)
-        return [(none, none, np.empty(0, np.int64))] * self.n_layers
+        none = np.empty((self.kv_heads, 0, self.dim), np.float32)
+        return [(none, none)] * self.n_layers
 
 
 def cut(cache, n_keep):
     """What StreamingLLM keeps of a layer: the first tokens and the newest, n_keep in all."""
-    n = len(cache[2])
+    n = cache[0].shape[1]
     rows = np.arange(n) if n <= n_keep else np.r_[:SINKS, n - (n_keep - SINKS):n]
-    return tuple(part[rows] for part in cache)
+    return tuple(part[:, rows] for part in cache)
 
 
 def measure_piece(model, tokens, n_context, keeps):
