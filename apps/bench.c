@@ -44,7 +44,7 @@ static const dt_option bench_rows[] = {
     {"--fill", "prefill|synthetic", DT_OPTION_CHOICE, AT(fill), 0, 0,
      "how a depth is reached: by reading tokens, or by random keys and values, which takes no time but evicts at random (prefill)"},
     {"--parallel", "N", DT_OPTION_INT, AT(parallel), 1, MAX_PARALLEL,
-     "conversations decoded in one batch, each at the depth; more than one leave out -p (1)"},
+     "conversations decoded in one batch, each at the depth; with more than one -p is left out (1)"},
     {"--no-compare", NULL, DT_OPTION_OFF, AT(compare), 0, 0, "with --cache-eviction: leave out the rows with TLC off"},
 };
 static const dt_option_group bench_group = {"Benchmark", bench_rows, sizeof bench_rows / sizeof bench_rows[0]};

@@ -269,6 +269,11 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
 /* Original positions of the tokens that lane (layer, kv_head) keeps, ascending. *out: free with dt_free. */
 dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
                                     dt_error *error);
+/* The attention that each of them gets, in the same order: a running mean over about the last 32 queries observed, summed over the
+ * query heads that share the lane; it begins with the same amount for all. DT_ERR_ARGUMENT where the layer's policy observes none.
+ * *out: free with dt_free. */
+dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
+                               dt_error *error);
 dt_status dt_session_check(const dt_session *session, dt_error *error); /* the whole structure of the cache; for tests */
 
 /* ---- many sessions at once ---------------------------------------------------------------------- */

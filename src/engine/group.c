@@ -130,14 +130,43 @@ bool dt_session_observes(const dt_session *s, int32_t layer, int64_t n_more) {
     return dt_kv_exceeds(s->kv, layer, n_more + OBSERVE_AHEAD);
 }
 
-static void fold_masses(dt_session *s, const dt_sequence *sequence, int32_t number, float weight) {
-    for (int32_t i = 0; sequence->observe_layer && i < s->model->info.n_layers; i++) {
-        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
-            dt_kv_lane_view view;
-            dt_kv_lane(s->kv, i, lane, &view);
-            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->group->graph, number, i, lane, 0), view.n_entries,
-                         sequence->n_observed, weight);
+typedef struct batch {
+    dt_group *group;
+    const dt_part *parts;
+    int32_t n; /* sequences */
+} batch;
+
+/* A thread's lanes of those that were observed. */
+static void fold_masses(void *user, int ith, int nth) {
+    const batch *b = user;
+    const dt_group *g = b->group;
+    int turn = 0;
+    for (int32_t number = 0; number < b->n; number++) {
+        const dt_part *part = &b->parts[g->part_of[number]];
+        const dt_session *s = part->session;
+        for (int32_t i = 0; g->sequences[number].observe_layer && i < s->model->info.n_layers; i++) {
+            for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
+                if (turn++ % nth == ith) {
+                    dt_kv_lane_view view;
+                    dt_kv_lane(s->kv, i, lane, &view);
+                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(g->graph, number, i, lane, 0), view.n_entries,
+                                 g->sequences[number].n_observed, part->weight);
+                }
+            }
         }
+    }
+}
+
+/* Takes the computed entries into the caches, and into scores what attention they and others got. */
+static void commit(dt_group *g, const dt_part *parts, int32_t n) {
+    bool observed = false;
+    for (int32_t i = 0; i < n; i++) {
+        dt_kv_commit(g->sequences[i].kv, g->sequences[i].n);
+        observed = observed || g->sequences[i].observe_layer;
+    }
+    if (observed) {
+        batch b = {.group = g, .parts = parts, .n = n};
+        dt_graph_share_work(g->graph, fold_masses, &b);
     }
 }
 
@@ -173,10 +202,8 @@ static dt_status begin(dt_part *part, dt_sequence *sequence) {
 }
 
 /* Takes the computed tokens into the session. */
-static dt_status finish(dt_part *part, const dt_sequence *sequence, int32_t number) {
+static dt_status finish(dt_part *part) {
     dt_session *s = part->session;
-    dt_kv_commit(s->kv, part->n);
-    fold_masses(s, sequence, number, part->weight);
     memcpy(s->tokens + s->n_tokens, part->tokens, (size_t)part->n * sizeof *part->tokens);
     s->n_tokens += part->n;
     const dt_status slid = dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, part->error);
@@ -218,6 +245,9 @@ void dt_group_compute(dt_group *g, dt_part *parts, int32_t n_parts) {
     if (status == DT_OK && n > 0) {
         status = compute(g, g->sequences, n, &logits, &attention_us, &error);
     }
+    if (status == DT_OK) {
+        commit(g, parts, n);
+    }
     for (int32_t i = 0; i < n_parts && status != DT_OK; i++) {
         if (parts[i].status == DT_OK) {
             fail_part(&parts[i], status, &error);
@@ -230,14 +260,17 @@ void dt_group_compute(dt_group *g, dt_part *parts, int32_t n_parts) {
         if (status != DT_OK) {
             dt_kv_commit(part->session->kv, 0);
         } else {
-            part->status = finish(part, &g->sequences[i], i);
+            part->status = finish(part);
             logits += (size_t)part->n_outputs * (size_t)g->model->info.n_vocab;
         }
     }
 }
 
 dt_status dt_group_compute_one(dt_session *s, dt_sequence *sequence, const float **logits, dt_error *error) {
-    dt_status status = dt_kv_append(s->kv, sequence->first_position, sequence->n, error);
+    dt_status status = check_tokens(s, sequence->tokens, sequence->n, error);
+    if (status == DT_OK) {
+        status = dt_kv_append(s->kv, sequence->first_position, sequence->n, error);
+    }
     if (status != DT_OK) {
         return status;
     }

@@ -677,13 +677,19 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
     return DT_OK;
 }
 
-static int compare_positions(const void *a, const void *b) {
-    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+typedef struct kept_entry {
+    int32_t position;
+    float mass;
+} kept_entry;
+
+static int compare_entries(const void *a, const void *b) {
+    const int32_t x = ((const kept_entry *)a)->position, y = ((const kept_entry *)b)->position;
     return (x > y) - (x < y);
 }
 
-dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
-                                    dt_error *error) {
+/* What a lane keeps, by position; *out_observed: whether it has masses. *out: free with free(). */
+static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_t kv_head, kept_entry **out, size_t *out_n,
+                                bool *out_observed, dt_error *error) {
     const dt_status status = check_layer(session, layer, error);
     if (status != DT_OK) {
         return status;
@@ -695,13 +701,69 @@ dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, in
     dt_kv_lane_view view;
     dt_kv_lane(session->kv, layer, kv_head, &view);
     const size_t n = (size_t)view.n_entries;
+    kept_entry *entries = malloc(DT_MAX(n, 1) * sizeof *entries);
     int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
+    if (!entries || !positions) {
+        free(entries);
+        free(positions);
+        return dt_fail_memory(error, n * (sizeof *entries + sizeof *positions), "the positions");
+    }
+    dt_kv_positions(session->kv, layer, kv_head, positions);
+    for (size_t i = 0; i < n; i++) {
+        entries[i] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
+    }
+    free(positions);
+    qsort(entries, n, sizeof *entries, compare_entries);
+    *out_observed = view.recent_mass != NULL;
+    *out = entries;
+    *out_n = n;
+    return DT_OK;
+}
+
+dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
+                                    dt_error *error) {
+    kept_entry *entries = NULL;
+    bool is_observed;
+    size_t n;
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
+    for (size_t i = 0; i < n && positions; i++) {
+        positions[i] = entries[i].position;
+    }
+    free(entries);
     if (!positions) {
         return dt_fail_memory(error, n * sizeof *positions, "the positions");
     }
-    dt_kv_positions(session->kv, layer, kv_head, positions);
-    qsort(positions, n, sizeof *positions, compare_positions);
     *out = positions;
+    *out_n = n;
+    return DT_OK;
+}
+
+dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
+                               dt_error *error) {
+    kept_entry *entries = NULL;
+    bool is_observed;
+    size_t n;
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    float *mass = malloc(DT_MAX(n, 1) * sizeof *mass);
+    for (size_t i = 0; i < n && mass; i++) {
+        mass[i] = entries[i].mass;
+    }
+    free(entries);
+    if (!mass) {
+        return dt_fail_memory(error, n * sizeof *mass, "the attention by position");
+    }
+    if (!is_observed) {
+        free(mass);
+        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d: its policy observes no attention", layer);
+    }
+    *out = mass;
     *out_n = n;
     return DT_OK;
 }

@@ -49,6 +49,10 @@ struct dt_graph {
     growing_buffer mass;           /* of each sequence: [lanes of observed layers][rows][stride] */
     growing_buffer mass_rows;      /* int32 [N]: 0 or more for observed queries, -1 else */
     growing_buffer index;          /* int32 [N]: positions of the batch */
+    struct ggml_context *work_ctx; /* of a graph of one node, which calls work */
+    struct ggml_cgraph *work_graph;
+    void (*work)(void *user, int ith, int nth);
+    void *work_user;
 };
 
 /* Contents are lost. Grows by half again, so that a slowly growing need allocates rarely. */
@@ -77,7 +81,7 @@ static void release(dt_graph *g, growing_buffer *b) {
 
 static bool abort_callback(void *user) {
     dt_graph *g = user;
-    return g->params.should_abort && g->params.should_abort(g->params.user);
+    return !g->work && g->params.should_abort && g->params.should_abort(g->params.user);
 }
 
 /* Everything CPU-specific goes through the registry, so that the backend may be a library loaded at run time. */
@@ -126,6 +130,24 @@ static dt_status allocate_ops(dt_graph *g, dt_error *error) {
     return DT_OK;
 }
 
+static void op_work(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    const dt_graph *g = user;
+    (void)dst;
+    g->work(g->work_user, ith, nth);
+}
+
+static dt_status open_work(dt_graph *g, dt_error *error) {
+    const size_t bytes = 2 * ggml_tensor_overhead() + ggml_graph_overhead_custom(1, false) + 1024;
+    g->work_ctx = ggml_init((struct ggml_init_params){.mem_size = bytes});
+    if (!g->work_ctx) {
+        return dt_fail_memory(error, bytes, "the compute graph");
+    }
+    g->work_graph = ggml_new_graph_custom(g->work_ctx, 1, false);
+    ggml_build_forward_expand(g->work_graph,
+                              ggml_custom_4d(g->work_ctx, GGML_TYPE_F32, 1, 1, 1, 1, NULL, 0, op_work, GGML_N_TASKS_MAX, g));
+    return DT_OK;
+}
+
 dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_graph_params *params, dt_graph **out,
                        dt_error *error) {
     dt_graph *g = calloc(1, sizeof *g);
@@ -138,6 +160,9 @@ dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_gr
     dt_status status = open_backend(g, error);
     if (status == DT_OK) {
         status = allocate_ops(g, error);
+    }
+    if (status == DT_OK) {
+        status = open_work(g, error);
     }
     if (status != DT_OK) {
         dt_graph_free(g);
@@ -171,6 +196,7 @@ void dt_graph_free(dt_graph *graph) {
     release(graph, &graph->mass);
     release(graph, &graph->mass_rows);
     release(graph, &graph->index);
+    ggml_free(graph->work_ctx);
     free(graph->first_lane);
     free(graph->ops);
     free(graph);
@@ -443,6 +469,16 @@ const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t laye
     const float *mass = ((const dt_attn_lane *)graph->lanes.data)[index].mass;
     const size_t column = (size_t)((const int32_t *)graph->focus_column.data)[index];
     return mass ? mass + (size_t)row * graph->ops[layer].jobs[sequence].mass_stride + column : NULL;
+}
+
+void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user) {
+    graph->work = fn;
+    graph->work_user = user;
+    graph->set_n_threads(graph->backend, most_threads(graph));
+    if (dt_ggml_compute(graph->backend, graph->work_graph) != GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
+        fn(user, 0, 1);
+    }
+    graph->work = NULL;
 }
 
 int64_t dt_graph_attention_us(const dt_graph *graph) {

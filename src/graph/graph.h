@@ -55,6 +55,9 @@ dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_
  * the layer was not observed. */
 const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row);
 
+/* Calls fn on every thread, as ggml's operators are called: for work that is dealt out by ith of nth. Returns when all are done. */
+void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user);
+
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
 int64_t dt_graph_attention_us(const dt_graph *graph);
 

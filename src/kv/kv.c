@@ -488,6 +488,13 @@ static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, d
         return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %.1f MiB is reached after %d tokens (--kv-memory)",
                        (double)kv->memory->limit / 1048576.0, kv->next_position);
     }
+    if (kv->memory->parent != NULL && kv->memory->parent->limit > 0) {
+        return dt_fail(
+            error, DT_ERR_MEMORY,
+            "the limit of %.1f MiB for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
+            "others end, or raise it",
+            (double)kv->memory->parent->limit / 1048576.0, kv->next_position);
+    }
     return dt_fail_memory(error, block_bytes(layer), "the KV cache");
 }
 
