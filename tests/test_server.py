@@ -400,7 +400,7 @@ def test_no_growth(server):
 def test_memory_ceiling(model, tmp_path):
     """Conversations beyond the ceiling go to disk and come back; after a kill -9 what is on disk is found again."""
     folder = tmp_path / "sessions"
-    flags = (*FLAGS, "--kv-memory", "600K", "--session-dir", str(folder))
+    flags = (*FLAGS, "-np", "8", "--queue", "64", "--kv-memory", "600K", "--session-dir", str(folder))
     prompts = [f"Conversation number {i}. " + WORDS * 6 for i in range(12)]
     server = Server(model, *flags, log=str(tmp_path / "first.log"))
     texts = [text_of(server.complete(prompt=p, max_tokens=10)) for p in prompts]
@@ -412,7 +412,7 @@ def test_memory_ceiling(model, tmp_path):
         assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 40, usage
     assert server.metrics()["deeptutor_kv_bytes_peak"] <= 600 << 10
     # many at once that share their beginning: what is copied when they part is under the ceiling too
-    threads = [threading.Thread(target=server.complete, kwargs=dict(prompt=WORDS * 3 + f"{i} " * 8, max_tokens=30)) for i in range(16)]
+    threads = [threading.Thread(target=server.complete, kwargs=dict(prompt=WORDS * 3 + f"{i} " * 8, max_tokens=30)) for i in range(32)]
     for t in threads:
         t.start()
     for t in threads:
