@@ -619,7 +619,7 @@ int dt_api_read(const dt_api *api, dt_api_kind kind, const char *body, size_t n,
     if (json == NULL) {
         char *reason = NULL;
         size_t n_reason = 0;
-        reason = dt_valid_utf8(where.text, strlen(where.text), &n_reason); /* it quotes the body */
+        reason = dt_repair_utf8(where.text, strlen(where.text), &n_reason); /* it quotes the body */
         refuse(&r, 400, "the body is not JSON: line %d, column %d: %.200s", where.line, where.column, reason != NULL ? reason : "");
         free(reason);
         return r.status;

@@ -15,7 +15,7 @@
 
 static json_t *text_json(const char *text, size_t n) {
     size_t n_valid = 0;
-    char *valid = dt_valid_utf8(text, n, &n_valid);
+    char *valid = dt_repair_utf8(text, n, &n_valid);
     json_t *json = valid != NULL ? json_stringn(valid, n_valid) : NULL;
     free(valid);
     return json;

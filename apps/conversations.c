@@ -456,7 +456,7 @@ void dt_conversations_note_step(dt_conversations *all, dt_conversation *conversa
 /* The reply as the client got it: its tokens are those whose bytes lie in its text. */
 static bool remember_reply(dt_conversation *c, const dt_job *job, const dt_choice *choice) {
     size_t n_reply = 0, n = 0;
-    char *reply = dt_valid_utf8(choice->text, choice->n_text, &n_reply);
+    char *reply = dt_repair_utf8(choice->text, choice->n_text, &n_reply);
     char *text = reply != NULL ? malloc(job->n_text + n_reply + 1) : NULL;
     int32_t *tokens = malloc((job->n_tokens + choice->n_records + 1) * sizeof *tokens);
     dt_anchor *anchors = malloc((job->n_anchors + 1) * sizeof *anchors);

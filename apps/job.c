@@ -80,7 +80,7 @@ size_t dt_whole_characters(const char *text, size_t n) {
     return n;
 }
 
-char *dt_valid_utf8(const char *text, size_t n, size_t *out_n) {
+char *dt_repair_utf8(const char *text, size_t n, size_t *out_n) {
     char *out = malloc(3 * n + 1);
     size_t used = 0;
     bool open = false;
