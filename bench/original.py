@@ -165,8 +165,9 @@ def measure_shape(args, bench, name, shape):
         say(f"{name}: left out, its weights and 2,048 tokens of cache don't fit this machine's memory")
         return None
     seconds = estimate(args, bench, model, prompt, shape, len(rows) + bool(bench))
+    until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
     say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, "
-        f"{args.rounds} round{'s' * (args.rounds > 1)}, at least {clock(seconds)}, about until {time.strftime('%H:%M', time.localtime(time.time() + seconds))}")
+        f"{args.rounds} round{'s' * (args.rounds > 1)}, at least {clock(seconds)}, about until {until}")
     samples = {}
     for turn in range(args.rounds):
         engines = {**({"llama.cpp": None} if bench else {}), **rows}
@@ -229,8 +230,8 @@ def ratio(row, base, key):
 def table(shapes, args):
     lines = [f"# A fixed prompt, then 512 tokens: {peers.processor_name()}", "",
              f"{args.threads} threads; {time.strftime('%Y-%m-%d')}. Random weights (Q4_0) except smollm2; tokens per second, "
-             "medians (lowest-highest where there were rounds). Bound: the decode speed that reading weights and cache once a token allows "
-             "at the memory bandwidth measured in that run.", ""]
+             "medians (lowest-highest where there were rounds). Bound: the decode speed that reading weights and cache once a token "
+             "allows at the memory bandwidth measured in that run.", ""]
     head = ["shape", "prompt", "engine", "reading", "vs llama.cpp", "vs full", "decoding", "vs llama.cpp", "vs full", "KV MiB",
             "bound", "reached"]
     has_kld = any(row["kld"] is not None for rows in shapes.values() for row in rows)

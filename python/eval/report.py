@@ -51,7 +51,7 @@ def read_result(argument):
 
 
 def name_series(results):
-    """Labels that tell results of one command apart: by the model, the cache's type, the kind of question too, where they differ."""
+    """Labels that tell results of one command apart: by the model, the cache's type, the kind of question, where they differ."""
     def differing(key, default=""):
         values = {result.get(key, default) for result in results}
         return (lambda result: [str(result.get(key, default))]) if len(values) > 1 else (lambda result: [])
@@ -85,11 +85,12 @@ def spread(value, error, n, form):
 def kld_blocks(results, plots):
     name_series(results)
     rows = [[r["name"], percent(row["kept_share"]), spread(row["kld"], row["kld_error"], len(row["chunks"]), ".4f"),
-             f"{row['top1']:.3f}", f"{row['nll'] - row['nll_full']:+.4f}", str(len(row["chunks"]))] for r in results for row in r["settings"]]
+             f"{row['top1']:.3f}", f"{row['nll'] - row['nll_full']:+.4f}", str(len(row["chunks"]))]
+            for r in results for row in r["settings"]]
     yield "heading", "Distance from the full cache"
     yield "text", ("After the context was evicted, the text goes on and both caches say how likely every next token is. KL "
-                   "divergence in nats: 0 means nothing was lost. Top-1: how often both find the same token likeliest. ± is the standard "
-                   "error of the mean over pieces.")
+                   "divergence in nats: 0 means nothing was lost. Top-1: how often both find the same token likeliest. ± is the "
+                   "standard error of the mean over pieces.")
     yield "table", ["eviction", "kept", "KL divergence", "top-1", "NLL added", "pieces"], rows
     yield "figures", [(plots.against_kept(series_of(results, "kld", "kld_error"), "KL divergence, nats", log=True),
                        "Quality lost, by what is kept"),
@@ -158,7 +159,8 @@ def ab_blocks(results, plots):
     yield "heading", "The same prompts, eviction off and on"
     yield "table", ["eviction", "samples", "same output", "ROUGE-L", "tokens agree", "decode speed", "KV of full", "verdict"], [
         [r["name"], str(len(r["samples"])), f"{r['exact_match']:.3f}",
-         spread(r["rouge_l"], r["rouge_l_error"], len(r["samples"]), ".3f"), f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x", percent(r["kv_share"]),
+         spread(r["rouge_l"], r["rouge_l_error"], len(r["samples"]), ".3f"), f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x",
+         percent(r["kv_share"]),
          "-" if r["verdict"] is None else "pass" if r["verdict"]["pass"] else "fail"] for r in results]
     checks = [[r["name"], c["name"], f"{c['value']:.4f}", f"{c['threshold']:.4f}", "pass" if c["pass"] else "fail"]
               for r in results if r["verdict"] for c in r["verdict"]["checks"]]
