@@ -171,7 +171,7 @@ double eval_kept_share(const eval *e, const dt_session *session) {
     for (int32_t i = 0; i < info->n_layers; i++) {
         dt_layer_stats layer;
         if (dt_session_get_layer_stats(session, i, &layer) == DT_OK) {
-            kept += layer.mean_length * info->n_kv_heads[i];
+            kept += (layer.mean_length + layer.slots_used) * info->n_kv_heads[i];
             lanes += info->n_kv_heads[i];
         }
     }
@@ -193,7 +193,11 @@ static dt_status setting_of_policy(eval *e, eval_setting *setting, int64_t max, 
         n = snprintf(text, sizeof text, "{\"budget\": \"adaptive\", \"total_cache_size\": %lld, \"layers\": %s}",
                      (long long)max * dt_model_get_info(e->model)->n_layers, layers);
     }
-    return dt_eviction_from_text(e->model, "--policy", text, (size_t)n, &setting->eviction, error);
+    dt_status status = dt_eviction_from_text(e->model, "--policy", text, (size_t)n, &setting->eviction, error);
+    if (status == DT_OK && o->shared.memory_slots >= 0) {
+        status = dt_eviction_set_memory_slots(setting->eviction, (int32_t)o->shared.memory_slots, error);
+    }
+    return status;
 }
 
 static dt_status add_setting(eval *e, double kept, dt_error *error) {

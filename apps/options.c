@@ -40,6 +40,8 @@ static const dt_option eviction_rows[] = {
     {"--max-cache-size", "N", DT_OPTION_INT, AT(max_cache_size), 1, INT32_MAX, "tokens that a layer may keep, for all layers"},
     {"--min-cache-size", "N", DT_OPTION_INT, AT(min_cache_size), 0, INT32_MAX,
      "tokens that a layer keeps at least, for all layers"},
+    {"--memory-slots", "N", DT_OPTION_INT, AT(memory_slots), 0, INT32_MAX,
+     "entries beside those tokens that stand for evicted ones, for all layers"},
     {"--prefill", "full|streaming", DT_OPTION_CHOICE, AT(prefill), 0, 0,
      "evict after the whole prompt is cached, or chunk by chunk in bounded memory (full)"},
 };
@@ -80,6 +82,7 @@ void dt_shared_options_init(dt_shared_options *options) {
     const dt_sampler_params sampler = dt_sampler_default_params();
     *options = (dt_shared_options){
         .min_cache_size = -1,
+        .memory_slots = -1,
         .temp = 0.8, /* as in dt_sampler_default_params, but without float's rounding */
         .top_p = 0.95,
         .min_p = 0.05,
@@ -393,10 +396,10 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
         return refuse(message, capacity, "no model was named; give one with -m FILE");
     }
     if (!o->eviction && (o->eviction_config != NULL || o->eviction_preset != NULL || o->max_cache_size > 0 ||
-                         o->min_cache_size >= 0 || o->prefill != 0)) {
+                         o->min_cache_size >= 0 || o->memory_slots >= 0 || o->prefill != 0)) {
         return refuse(message, capacity,
-                      "--eviction-preset, --eviction-config, --max-cache-size, --min-cache-size and --prefill streaming need "
-                      "--cache-eviction");
+                      "--eviction-preset, --eviction-config, --max-cache-size, --min-cache-size, --memory-slots and --prefill "
+                      "streaming need --cache-eviction");
     }
     if (o->eviction_config != NULL && o->eviction_preset != NULL) {
         return refuse(message, capacity, "give --eviction-preset or --eviction-config, not both");
@@ -456,6 +459,9 @@ dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model 
             : dt_eviction_from_preset(model, o->eviction_preset != NULL ? o->eviction_preset : "chat", &eviction, error);
     if (status == DT_OK && (o->max_cache_size > 0 || o->min_cache_size >= 0)) {
         status = dt_eviction_override(eviction, (int32_t)o->max_cache_size, (int32_t)o->min_cache_size, error);
+    }
+    if (status == DT_OK && o->memory_slots >= 0) {
+        status = dt_eviction_set_memory_slots(eviction, (int32_t)o->memory_slots, error);
     }
     if (status == DT_ERR_IO) {
         status = error->code = DT_ERR_CONFIG; /* a config that can't be read is as wrong as one that can't be used */

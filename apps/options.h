@@ -45,7 +45,7 @@ typedef struct dt_shared_options {
     /* eviction */
     bool eviction;
     const char *eviction_config, *eviction_preset;
-    int64_t max_cache_size, min_cache_size; /* 0 and -1: not given */
+    int64_t max_cache_size, min_cache_size, memory_slots; /* 0, -1, -1: not given */
     /* sampling */
     double temp, top_p, min_p, repeat_penalty;
     int64_t top_k, seed;

@@ -180,6 +180,8 @@ void dt_eviction_free(dt_eviction *eviction);
 const char *dt_eviction_name(const dt_eviction *eviction); /* for the log: "preset docqa", "config eviction.json" */
 /* Overrides max and/or min for every layer that evicts; 0 (max) or -1 (min) = leave. */
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error);
+/* Memory slots of every layer that evicts and has no sliding window: entries, beside max_cache_size, that stand for evicted tokens. */
+dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_error *error);
 /* The "TLC: layers a-b ..." lines, joined by newlines. Free with dt_free. */
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error);
 
@@ -196,7 +198,7 @@ typedef enum dt_evict { DT_EVICT_ALWAYS, DT_EVICT_ONCE, DT_EVICT_HELD } dt_evict
 
 typedef struct dt_session_params {
     int32_t n_ctx;           /* longest conversation in tokens; 0 = the model's own. No limit where local_window without sinks and
-                                streaming prefill keep every distance within it */
+                                memory slots, and streaming prefill, keep every distance within it */
     int32_t n_batch;         /* prefill chunk in tokens; 0 = 512 */
     int32_t n_threads;       /* decode threads; 0 = physical cores */
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
@@ -224,7 +226,7 @@ typedef struct dt_layer_stats {
     const char *policy; /* "none" where the layer keeps everything */
     int32_t max_cache_size, length;
     double mean_length;
-    int32_t slots_used;
+    int32_t slots_used; /* memory slots, beside the length; of the lane that has most */
 } dt_layer_stats;
 
 typedef struct dt_session_stats {

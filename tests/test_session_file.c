@@ -22,14 +22,15 @@
 #define N_CTX 512
 #define EVICT_32                                                                                                                   \
     "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 32, \"min_cache_size\": 8, \"recent_window\": 8},"             \
-    " \"1\": {\"policy\": \"local_window\", \"max_cache_size\": 40, \"min_cache_size\": 8, \"recent_window\": 8}}"
+    " \"1\": {\"policy\": \"local_window\", \"max_cache_size\": 40, \"min_cache_size\": 8, \"recent_window\": 8,"                  \
+    " \"memory_slots\": 5}}"
 
 #define RECONSTRUCT_32                                                                                                             \
     "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 32, \"min_cache_size\": 8,"       \
-    " \"recent_window\": 8}}"
+    " \"recent_window\": 8, \"memory_slots\": 3}}"
 #define SHARED_90                                                                                                                  \
     "{\"budget\": \"adaptive\", \"total_cache_size\": 90, \"layers\": {\"0-\": {\"policy\": \"importance_score\","                 \
-    " \"max_cache_size\": 60, \"min_cache_size\": 12, \"recent_window\": 8}}}"
+    " \"max_cache_size\": 60, \"min_cache_size\": 12, \"recent_window\": 8, \"memory_slots\": 8}}}"
 
 typedef struct fixture {
     dt_model *model;

@@ -59,7 +59,7 @@ static void measure_lanes(plan *p, bool evicts) {
         const dt_budget *b = &p->budgets[i];
         const int64_t max = p->total > 0 ? p->total / n_sharing + p->params->kv_block_tokens : b->max_cache_size;
         const int64_t budget = b->policy && bounded ? DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch : n;
-        p->longest[i] = (int32_t)DT_MIN(budget, (int64_t)n) + repeated;
+        p->longest[i] = (int32_t)DT_MIN(DT_MIN(budget, (int64_t)n) + repeated + b->memory_slots, (int64_t)INT32_MAX);
     }
 }
 

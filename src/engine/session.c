@@ -55,16 +55,17 @@ static dt_status join_group(dt_session *s, dt_error *error) {
     return DT_OK;
 }
 
-/* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
- * plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context does not
- * limit it. */
+/* Without sinks and memory slots, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a
+ * key than budget plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context
+ * does not limit it. */
 static bool keeps_distances_short(const dt_session *s, const dt_budget *budgets) {
     bool is_short = s->params.prefill == DT_PREFILL_STREAMING;
     for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {
         const dt_budget *b = &budgets[i];
         const int32_t window = s->model->info.windows[i];
-        is_short = (window > 0 && window <= s->params.n_ctx) || (b->policy == &dt_policy_local_window && b->sink_tokens == 0 &&
-                                                                 b->max_cache_size + s->params.n_batch <= s->params.n_ctx);
+        is_short = (window > 0 && window <= s->params.n_ctx) ||
+                   (b->policy == &dt_policy_local_window && b->sink_tokens == 0 && b->memory_slots == 0 &&
+                    b->max_cache_size + s->params.n_batch <= s->params.n_ctx);
     }
     return is_short;
 }
@@ -669,11 +670,18 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
     if (status != DT_OK) {
         return status;
     }
-    const dt_budget *budget = &dt_kv_layer(session->kv, layer)->budget;
-    *out = (dt_layer_stats){.policy = budget->policy ? budget->policy->name : "none",
-                            .max_cache_size = budget->max_cache_size,
-                            .length = dt_kv_length(session->kv, layer),
-                            .mean_length = dt_kv_mean_length(session->kv, layer)};
+    const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
+    *out = (dt_layer_stats){.policy = params->budget.policy ? params->budget.policy->name : "none",
+                            .max_cache_size = params->budget.max_cache_size};
+    int64_t n_tokens = 0;
+    for (int32_t lane = 0; lane < params->n_lanes; lane++) {
+        dt_kv_lane_view view;
+        dt_kv_lane(session->kv, layer, lane, &view);
+        out->length = DT_MAX(out->length, view.n_entries - view.n_slots);
+        out->slots_used = DT_MAX(out->slots_used, view.n_slots);
+        n_tokens += view.n_entries - view.n_slots;
+    }
+    out->mean_length = (double)n_tokens / params->n_lanes;
     return DT_OK;
 }
 
@@ -709,14 +717,17 @@ static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_
         return dt_fail_memory(error, n * (sizeof *entries + sizeof *positions), "the positions");
     }
     dt_kv_positions(session->kv, layer, kv_head, positions);
+    size_t n_tokens = 0;
     for (size_t i = 0; i < n; i++) {
-        entries[i] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
+        if (!dt_is_slot(positions[i])) {
+            entries[n_tokens++] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
+        }
     }
     free(positions);
-    qsort(entries, n, sizeof *entries, compare_entries);
+    qsort(entries, n_tokens, sizeof *entries, compare_entries);
     *out_observed = view.recent_mass != NULL;
     *out = entries;
-    *out_n = n;
+    *out_n = n_tokens;
     return DT_OK;
 }
 

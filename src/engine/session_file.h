@@ -11,7 +11,8 @@
 #include <stdint.h>
 
 #define DT_SESSION_MAGIC "DTSESS\r\n" /* 8 bytes; a transfer as text would break it */
-#define DT_SESSION_VERSION 1u
+#define DT_SESSION_VERSION 2u         /* what is written */
+#define DT_SESSION_VERSION_READ 1u    /* the oldest that is read: the same, but without memory slots */
 
 typedef struct dt_session_header {
     char magic[8];

@@ -66,11 +66,11 @@ static dt_status read_header(reader *r) {
         return cut_short(r, sizeof *h);
     }
     memcpy(h, r->bytes, sizeof *h);
-    if (h->version != DT_SESSION_VERSION) {
+    if (h->version < DT_SESSION_VERSION_READ || h->version > DT_SESSION_VERSION) {
         return dt_fail(r->error, DT_ERR_ARGUMENT,
-                       "%s has version %u of the session format, and this program reads version %u; "
+                       "%s has version %u of the session format, and this program reads versions %u to %u; "
                        "delete it to start anew",
-                       r->path, h->version, DT_SESSION_VERSION);
+                       r->path, h->version, DT_SESSION_VERSION_READ, DT_SESSION_VERSION);
     }
     if (h->checksum != dt_hash_of(h, offsetof(dt_session_header, checksum)) || h->header_bytes != sizeof *h) {
         return damaged(r, "the header's checksum does not fit");

@@ -175,11 +175,13 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
             const bool optional = c == DT_KV_RECENT_MASS || c == DT_KV_TOTAL_MASS || c == DT_KV_VALUE_NORM;
             const bool unneeded = (optional && !dt_kv_layer_needs_mass(session->kv, layer)) ||
                                   (c == DT_KV_PEAK_MASS && !dt_kv_layer_needs_peak(session->kv, layer));
-            if (c != DT_KV_BIAS && !unneeded) {
+            if ((c != DT_KV_BIAS || params->budget.memory_slots > 0) && !unneeded) {
                 entry_bytes += dt_kv_column_bytes(&params->format, (dt_kv_column)c);
             }
         }
-        n = params->budget.policy != NULL ? DT_MIN(n, (uint64_t)params->budget.max_cache_size) : n;
+        n = params->budget.policy != NULL
+                ? DT_MIN(n, (uint64_t)params->budget.max_cache_size + (uint64_t)params->budget.memory_slots)
+                : n;
         bytes += (uint64_t)params->n_lanes * (n * entry_bytes + sizeof(dt_session_section) + 16);
     }
     return dt_replace_check(path, bytes, error);

@@ -219,9 +219,16 @@ static bool remove_prepare(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane
     return true;
 }
 
+static int32_t entry_position(const dt_kv_format *f, const dt_kv_lane_state *lane, int32_t entry) {
+    return dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens];
+}
+
 static void remove_finish(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t n_committed, int32_t n_behind,
                           const int32_t *victims, int32_t n) {
     const int32_t n_left = n_committed - n;
+    for (int32_t i = 0; i < n; i++) {
+        lane->n_slots -= dt_is_slot(entry_position(&layer->params.format, lane, victims[i]));
+    }
     int32_t in_tail = 0; /* first victim that lies behind n_left, where nothing has to be filled */
     while (in_tail < n && victims[in_tail] < n_left) {
         in_tail++;
@@ -268,7 +275,10 @@ static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * size
 #define LANE_BYTES (sizeof(dt_kv_lane_state) + 2 * sizeof(int32_t))
 static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * LANE_BYTES; }
 
-static bool policy_needs_mass(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_mass; }
+/* Memory slots weigh what they merge by the attention it got. */
+static bool policy_needs_mass(const dt_budget *budget) {
+    return budget->policy != NULL && (budget->policy->needs_mass || budget->memory_slots > 0);
+}
 static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
 
 /* The list of lanes is copied beside the layer's lanes. */
@@ -407,9 +417,10 @@ dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_c
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const bool lacks_mass = policy_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
         if (lacks_mass || (policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak)) {
+            const bool for_slots = !budgets[i].policy->needs_mass && lacks_mass;
             return dt_fail(error, DT_ERR_ARGUMENT,
-                           "policy %s needs to know the attention that layer %d's tokens got, and it was not collected there",
-                           budgets[i].policy->name, i);
+                           "%s%s needs to know the attention that layer %d's tokens got, and it was not collected there",
+                           for_slots ? "memory_slots with policy " : "policy ", budgets[i].policy->name, i);
         }
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
@@ -569,7 +580,8 @@ static int32_t find_from(const dt_kv_layer_state *layer, const dt_kv_lane_state 
     const dt_kv_format *f = &layer->params.format;
     int32_t found = 0;
     for (int32_t entry = 0; entry < n; entry++) {
-        if (dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens] >= position) {
+        const int32_t p = entry_position(f, lane, entry);
+        if ((dt_is_slot(p) ? ~p : p) >= position) {
             out[found++] = entry;
         }
     }
@@ -619,6 +631,22 @@ dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error) {
     return DT_OK;
 }
 
+bool dt_kv_prepare_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const int32_t *victims, int32_t n) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    return remove_prepare(kv, layer, lane, lane->n_entries - kv->n_uncommitted, kv->n_uncommitted, victims, n);
+}
+
+bool dt_kv_own_biases(dt_kv *kv, int32_t layer_index, int32_t lane_index) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    return lane->bias != NULL || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
+}
+
+bool dt_kv_own_entry(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry) {
+    return block_own(kv, &kv->layers[layer], &kv->layers[layer].lanes[lane], entry);
+}
+
 dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const int32_t *victims, int32_t n, dt_error *error) {
     const dt_kv_layer_state *layer = &kv->layers[layer_index];
     dt_kv_lane_state *lane = &layer->lanes[lane_index];
@@ -632,7 +660,7 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const i
                            "victim %d of layer %d, KV head %d is not one of its %d committed entries in ascending order", victim,
                            layer_index, lane_index, n_committed);
         }
-        newest = DT_MAX(newest, dt_kv_position(f, lane->spans[victim / f->block_tokens].block)[victim % f->block_tokens]);
+        newest = DT_MAX(newest, entry_position(f, lane, victim));
     }
     if (!remove_prepare(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n)) {
         return dt_fail_memory(error, block_bytes(layer), "evicting from a shared KV cache");
@@ -651,6 +679,7 @@ void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_lane_v
         .spans = lane->spans,
         .n_spans = lane->n_spans,
         .n_entries = lane->n_entries,
+        .n_slots = lane->n_slots,
         .n_uncommitted = kv->n_uncommitted,
         .recent_mass = lane->recent_mass,
         .total_mass = lane->total_mass,
@@ -668,7 +697,7 @@ dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer_index, int32_t lane_index, int
                        "bias %f for entry %d of layer %d, KV head %d: it needs one of the %d entries and a number or -inf",
                        (double)bias, entry, layer_index, lane_index, lane->n_entries);
     }
-    if (lane->bias == NULL && !lane_resize(kv, layer, lane, lane->capacity_blocks, true)) {
+    if (!dt_kv_own_biases(kv, layer_index, lane_index)) {
         return dt_fail_memory(error, dt_kv_array_bytes(layer, lane->capacity_blocks, true), "the KV cache");
     }
     lane->bias[entry] = bias;
@@ -712,7 +741,12 @@ const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer) { return &
 double dt_kv_shared_length(const dt_kv *kv) {
     double total = 0;
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        total += kv->layers[i].params.budget.policy != NULL ? dt_kv_mean_length(kv, i) : 0;
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        int64_t n_slots = 0;
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            n_slots += layer->lanes[j].n_slots;
+        }
+        total += layer->params.budget.policy != NULL ? dt_kv_mean_length(kv, i) - (double)n_slots / layer->params.n_lanes : 0;
     }
     return total;
 }
@@ -732,7 +766,7 @@ int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index) {
     }
     for (int32_t j = 0; j < layer->params.n_lanes; j++) {
         const int64_t max = dt_budget_of_lane(&layer->params.budget, j).max_cache_size;
-        room = DT_MIN(room, max - layer->lanes[j].n_entries);
+        room = DT_MIN(room, max - (layer->lanes[j].n_entries - layer->lanes[j].n_slots));
     }
     return room;
 }
@@ -783,7 +817,7 @@ size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
         const int32_t blocks = dt_kv_blocks(&layer->params.format, n);
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             bytes += (size_t)blocks * block_bytes(layer);
-            bytes += dt_kv_array_bytes(layer, blocks == 0 ? 0 : dt_kv_capacity_blocks(blocks), layer->lanes[j].bias != NULL);
+            bytes += dt_kv_array_bytes(layer, blocks == 0 ? 0 : dt_kv_capacity_blocks(blocks), false);
         }
     }
     return bytes;
@@ -797,8 +831,9 @@ typedef struct bytes_bound {
 
 static void bound_layer(bytes_bound *b, const dt_kv_layer_state *layer, int32_t longest) {
     const int32_t blocks = dt_kv_blocks(&layer->params.format, longest), n_lanes = layer->params.n_lanes;
-    const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), false);
-    const size_t scratch = layer->params.budget.policy != NULL ? dt_kv_round_bytes(longest) : (size_t)longest * sizeof(int32_t);
+    const dt_budget *budget = &layer->params.budget;
+    const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), budget->memory_slots > 0);
+    const size_t scratch = budget->policy != NULL ? dt_kv_round_bytes(&layer->params, longest) : (size_t)longest * sizeof(int32_t);
     b->bytes += sizeof *layer + (size_t)n_lanes * (LANE_BYTES + (size_t)blocks * block_bytes(layer) + lane_arrays);
     b->n_lanes += n_lanes;
     b->n_entries += (size_t)n_lanes * (size_t)longest;

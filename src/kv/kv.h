@@ -9,6 +9,7 @@
  * Invariants (dt_kv_check): positions unique in a lane; uncommitted entries are the last n_uncommitted of every lane, in order;
  * counters equal what is allocated; masses finite and not negative; every lane has the newest position (unless it was dropped).
  * Committed entries have no order: dropping fills the holes from the committed tail.
+ * Memory slots are entries too, with negative positions (slots.c); sizes of budgets count without them.
  * Memory: grows block by block, on demand; nothing is allocated for the context up front.
  */
 #ifndef DT_KV_H
@@ -58,12 +59,13 @@ void dt_kv_clear(dt_kv *kv);
 typedef struct dt_kv_lane_view {
     const dt_kv_span *spans;
     int32_t n_spans, n_entries, n_uncommitted;
+    int32_t n_slots;                                          /* of the entries: memory slots, whose positions are negative */
     float *recent_mass, *total_mass, *value_norm, *peak_mass; /* [n_entries] or NULL */
     const float *bias;                                        /* [n_entries] or NULL = all zero */
 } dt_kv_lane_view;
 
 void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_lane_view *out);
-/* Sets an entry's bias (memory slots: log of the tokens it stands for). Allocates the lane's bias array when first needed. */
+/* Sets an entry's bias, which is added to its logits. Allocates the lane's bias array when first needed. */
 dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry, float bias, dt_error *error);
 /* positions[n_entries] of a lane, in entry order. */
 void dt_kv_positions(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *positions);
@@ -82,7 +84,7 @@ size_t dt_kv_bytes(const dt_kv *kv);
 size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
 
 /* The most bytes a cache ever has allocated whose lanes of layer i never exceed longest[i] entries: also in the middle of growing,
- * of rounds and of cuts. Forks and biases come on top. */
+ * of rounds and of cuts. Forks come on top, and biases but for those of memory slots. */
 size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size);
 /* The same for a cache that is there. */
 size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *longest);
@@ -128,9 +130,9 @@ typedef struct dt_round_result {
 } dt_round_result;
 
 /* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes
- * down by the same share, each lane keeping what scores above a threshold common to all. What a layer's window has passed goes before
- * any policy is asked, and is not counted. Nothing may be uncommitted. On failure (memory) lanes not yet treated stay over budget,
- * the cache is consistent and *result tells what went. */
+ * down by the same share, each lane keeping what scores above a threshold common to all. What goes is merged into memory slots where
+ * the layer has them. What a layer's window has passed goes before any policy is asked, and is not counted. Nothing may be
+ * uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went. */
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
 
 /* ---- sliding windows (window.c) ---- */

@@ -122,6 +122,9 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
         } else {
             memcpy(in_block(f, block, column, entry % f->block_tokens), from, bytes);
         }
+        if (column == DT_KV_POSITIONS) {
+            lane->n_slots += dt_is_slot(dt_kv_position(f, block)[entry % f->block_tokens]);
+        }
     }
     return true;
 }
