@@ -241,7 +241,9 @@ static const char *check(const eval_options *o) {
 }
 
 static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *error) {
-    dt_status status = dt_model_open(e->options->shared.model, NULL, &e->model, error);
+    dt_model_params model_params;
+    dt_shared_options_model(&e->options->shared, &model_params);
+    dt_status status = dt_model_open(e->options->shared.model, &model_params, &e->model, error);
     if (status == DT_OK) {
         status = make_settings(e, error);
     }

@@ -28,7 +28,11 @@ static const dt_option model_rows[] = {
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
     {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
      "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit)"},
-    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon", DT_OPTION_CHOICE, AT(kernel), 0, 0,
+    {"--device", "NAME", DT_OPTION_TEXT, AT(device), 0, 0,
+     "where layers run: cpu, cuda, metal, vulkan, a device by name, several separated by commas; list = show them (cpu)"},
+    {"-ngl, --gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
+     "the first N layers run on the device, their cache with them; more than there are: the output too (all)"},
+    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon|ggml|ggml_matmul", DT_OPTION_CHOICE, AT(kernel), 0, 0,
      "attention kernel, for tests and comparisons (auto)"},
 };
 
@@ -80,6 +84,7 @@ void dt_shared_options_init(dt_shared_options *options) {
     const dt_sampler_params sampler = dt_sampler_default_params();
     *options = (dt_shared_options){
         .min_cache_size = -1,
+        .n_device_layers = -1,
         .temp = 0.8, /* as in dt_sampler_default_params, but without float's rounding */
         .top_p = 0.95,
         .min_p = 0.05,
@@ -410,6 +415,13 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
     return true;
 }
 
+bool dt_wants_devices(const dt_shared_options *o) { return o->device != NULL && strcmp(o->device, "list") == 0; }
+
+void dt_shared_options_model(const dt_shared_options *o, dt_model_params *out) {
+    *out = (dt_model_params){.device = o->n_device_layers == 0 ? NULL : o->device,
+                             .n_device_layers = (int32_t)(o->n_device_layers > 0 ? o->n_device_layers : 0)};
+}
+
 void dt_shared_options_sampler(const dt_shared_options *o, const char *grammar, dt_sampler_params *out) {
     *out = dt_sampler_default_params();
     out->temp = (float)o->temp;
@@ -430,7 +442,8 @@ static int32_t sensible_threads(int64_t n) {
 }
 
 void dt_shared_options_session(const dt_shared_options *o, dt_session_params *out) {
-    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni", "neon"};
+    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni",
+                                          "neon", "ggml",      "ggml_matmul"};
     *out = (dt_session_params){
         .n_ctx = (int32_t)o->n_ctx,
         .n_batch = (int32_t)o->n_batch,

@@ -56,7 +56,10 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
                "context of %d tokens is longer than the %d the model was trained with; quality will suffer beyond that", p->n_ctx,
                info->n_ctx_train);
     }
-    s->kernel = dt_attn_kernel_find(p->kernel, error);
+    if (dt_kernel_is_ggml(p->kernel)) {
+        p->kernel = strcmp(p->kernel, "ggml") == 0 ? "ggml" : "ggml_matmul"; /* outlives the caller's */
+    }
+    s->kernel = dt_attn_kernel_find(dt_kernel_is_ggml(p->kernel) ? NULL : p->kernel, error);
     return s->kernel ? DT_OK : DT_ERR_ARGUMENT;
 }
 
@@ -79,7 +82,16 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     if (!layers) {
         return dt_fail_memory(error, (size_t)s->model->info.n_layers * sizeof *layers, "the cache");
     }
-    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
+    dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
+    bool any_elsewhere = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any_elsewhere = any_elsewhere || layers[i].format.elsewhere;
+    }
+    if (status == DT_OK && any_elsewhere) {
+        dt_kv_home *home = NULL;
+        status = dt_device_cache_new(s->model->decoder, &s->kv_memory->memory, layers, &home, error);
+        dt_kv_set_home(s->kv, home);
+    }
     free(layers);
     return status;
 }
@@ -147,6 +159,7 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     }
     if (status == DT_OK) {
         const dt_graph_params graph_params = {.kernel = s->kernel,
+                                              .no_flash = s->params.kernel != NULL && strcmp(s->params.kernel, "ggml_matmul") == 0,
                                               .n_threads = s->params.n_threads,
                                               .n_threads_batch = s->params.n_threads_batch,
                                               .should_abort = should_abort,
@@ -185,16 +198,49 @@ void dt_session_free(dt_session *session) {
 
 /* ---- steps ---- */
 
+static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
+
 /* Chooses the layers whose policy will want this batch's attention: those where a round comes within n_remaining more tokens. */
 static bool choose_observed(dt_session *s, int32_t n, int64_t n_remaining) {
     bool any = false;
     const bool late = s->params.prefill == DT_PREFILL_STREAMING || n_remaining < OBSERVE_AHEAD;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && dt_kv_exceeds(s->kv, i, n + n_remaining + OBSERVE_AHEAD);
+        s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && !is_elsewhere(s, i) &&
+                              dt_kv_exceeds(s->kv, i, n + n_remaining + OBSERVE_AHEAD);
         any = any || s->observe_layer[i];
     }
     return any;
 }
+
+/* Where a cache is elsewhere, attention is told once, before a round: by the newest queries since the last one. */
+static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || !dt_kv_exceeds(s->kv, i, 0)) {
+            continue;
+        }
+        dt_observed observed;
+        const dt_status status = dt_graph_observe(s->graph, s->kv, i, s->n_tokens, &observed, error);
+        if (status != DT_OK) {
+            return status;
+        }
+        float weight = 0;
+        for (int32_t q = 0; q < observed.n_queries; q++) {
+            weight += s->query_weights[(s->n_tokens - 1 - q) % DT_OBSERVE_WINDOW] / (float)observed.n_queries;
+        }
+        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            const size_t at = (size_t)lane * observed.stride;
+            for (int32_t e = 0; e < view.n_entries; e++) { /* a model that overflowed must not break the cache's own sums */
+                view.value_norm[e] = dt_is_finite(observed.norms[at + (size_t)e]) ? observed.norms[at + (size_t)e] : 0;
+            }
+            dt_mass_fold(view.recent_mass, view.total_mass, observed.mass + at, view.n_entries, observed.n_queries, weight);
+        }
+    }
+    return DT_OK;
+}
+
+static void note_weight(dt_session *s, int32_t position, float weight) { s->query_weights[position % DT_OBSERVE_WINDOW] = weight; }
 
 static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
@@ -250,6 +296,9 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n
     dt_kv_commit(s->kv, n);
     if (observe) {
         fold_masses(s, batch.n_observed, weight);
+    }
+    for (int32_t i = DT_MAX(n - DT_OBSERVE_WINDOW, 0); i < n; i++) {
+        note_weight(s, s->n_tokens + i, weight);
     }
     memcpy(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
     s->n_tokens += n;
@@ -332,6 +381,9 @@ static dt_status evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
+        status = observe_elsewhere(s, error);
+    }
+    if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         dt_round_result result;
         status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
         if (result.has_dropped) {
@@ -408,6 +460,9 @@ static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities)
 dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilities, dt_error *error) {
     const int64_t start = dt_clock_us();
     fold_kept(s, n_keep, probabilities);
+    for (int32_t i = 0; i < n_keep; i++) {
+        note_weight(s, s->n_tokens + i, dt_query_weight(probabilities[i]));
+    }
     dt_kv_commit(s->kv, n_keep);
     s->n_tokens += n_keep;
     s->logits = n_keep > 0 ? s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab : NULL;
@@ -442,6 +497,7 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
     s->n_tokens = from->n_tokens;
     s->whole_from = from->whole_from;
     s->peaks_until = from->peaks_until;
+    memcpy(s->query_weights, from->query_weights, sizeof s->query_weights);
     return DT_OK;
 }
 
@@ -623,11 +679,16 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
         status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
+            status = dt_graph_settle(s->graph, s->kv, error);
+        }
+        if (status == DT_OK) {
             status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
         }
         for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
-            for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {
-                dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state);
+            for (int32_t lane = 0; status == DT_OK && lane < info->n_kv_heads[i]; lane++) {
+                if (!dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state)) {
+                    status = dt_fail(error, DT_ERR_MEMORY, "the device does not take %d random tokens", chunk);
+                }
             }
         }
         if (status == DT_OK) {
@@ -671,7 +732,7 @@ static uint64_t step_bytes(const dt_session *s) {
 
 void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     *out = session->stats;
-    out->kernel = session->kernel->name;
+    out->kernel = dt_kernel_is_ggml(session->params.kernel) ? session->params.kernel : session->kernel->name;
     out->n_tokens = session->n_tokens;
     out->n_ctx = session->max_tokens;
     out->n_threads = session->params.n_threads;

@@ -33,7 +33,9 @@ struct dt_session {
     float *own_logits;   /* [V] where they are not the graph's: of a fork, a loaded session, after a repetition */
     void *note;          /* the application's, saved with the session */
     size_t note_bytes;
-    bool *observe_layer;       /* [L] */
+    bool *observe_layer; /* [L] */
+    float query_weights
+        [DT_OBSERVE_WINDOW];   /* of the last queries, by position, for caches that are elsewhere; 1 for what is unknown */
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
@@ -46,6 +48,9 @@ struct dt_session {
 
 /* Room for n_more tokens behind the ones there are. */
 dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
+
+/* Whether the cache has the form that files have. */
+dt_status dt_session_check_plain(const dt_session *session, dt_error *error);
 
 /* ---- drafts: several tokens computed at once, of which some may be taken back ----
  * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session

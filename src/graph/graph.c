@@ -23,7 +23,7 @@ struct dt_graph {
     const dt_decoder *decoder;
     dt_memory *memory;
     dt_graph_params params;
-    ggml_backend_t backend;
+    ggml_backend_t backends[DT_MAX_DEVICES]; /* by device; [0] is the CPU */
     struct ggml_threadpool *threadpool;
     ggml_backend_set_n_threads_t set_n_threads;
     void (*free_threadpool)(struct ggml_threadpool *);
@@ -40,6 +40,7 @@ struct dt_graph {
     int32_t *focus_column;    /* [n_lanes] in mass: the focus's first entry */
     growing_buffer mass_rows; /* int32 [N]: 0 for observed queries, -1 else */
     growing_buffer index;     /* int32 [N]: positions of the batch */
+    growing_buffer logits;    /* float [n_outputs][V], where a device has computed them */
 };
 
 /* Contents are lost. Grows by half again, so that a slowly growing need allocates rarely. */
@@ -73,7 +74,7 @@ static bool abort_callback(void *user) {
 
 /* Everything CPU-specific goes through the registry, so that the backend may be a library loaded at run time. */
 static dt_status open_backend(dt_graph *g, dt_error *error) {
-    ggml_backend_dev_t device = g->decoder->device;
+    ggml_backend_dev_t device = g->decoder->devices[0];
     ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(device);
     typedef struct ggml_threadpool *(*threadpool_new_fn)(struct ggml_threadpool_params *);
     typedef void (*set_threadpool_fn)(ggml_backend_t, struct ggml_threadpool *);
@@ -88,8 +89,8 @@ static dt_status open_backend(dt_graph *g, dt_error *error) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
                        "ggml's CPU backend lacks a function DeepTutor needs; build against the version in deps/README.md");
     }
-    g->backend = dt_ggml_new_backend(device);
-    if (!g->backend) {
+    g->backends[0] = dt_ggml_new_backend(device);
+    if (!g->backends[0]) {
         return dt_fail(error, DT_ERR_COMPUTE, "ggml's CPU backend does not start");
     }
     struct ggml_threadpool_params params = ggml_threadpool_params_default(DT_MAX(g->params.n_threads, g->params.n_threads_batch));
@@ -97,8 +98,19 @@ static dt_status open_backend(dt_graph *g, dt_error *error) {
     if (!g->threadpool) {
         return dt_fail(error, DT_ERR_COMPUTE, "the threads for computing can't be started; use fewer with -t");
     }
-    set_threadpool(g->backend, g->threadpool);
-    set_abort(g->backend, abort_callback, g);
+    set_threadpool(g->backends[0], g->threadpool);
+    set_abort(g->backends[0], abort_callback, g);
+    return DT_OK;
+}
+
+static dt_status open_devices(dt_graph *g, dt_error *error) {
+    for (int32_t i = 1; i < g->decoder->n_devices; i++) {
+        ggml_backend_dev_t device = g->decoder->devices[i];
+        g->backends[i] = device == g->decoder->devices[0] ? g->backends[0] : dt_ggml_new_backend(device);
+        if (!g->backends[i]) {
+            return dt_fail(error, DT_ERR_COMPUTE, "the device %s does not start", dt_device_name(device));
+        }
+    }
     return DT_OK;
 }
 
@@ -134,6 +146,9 @@ dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_gr
     g->params = *params;
     dt_status status = open_backend(g, error);
     if (status == DT_OK) {
+        status = open_devices(g, error);
+    }
+    if (status == DT_OK) {
         status = allocate_ops(g, error);
     }
     if (status != DT_OK) {
@@ -153,8 +168,10 @@ void dt_graph_free(dt_graph *graph) {
     for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
         dt_plan_free(&graph->drafts[i]);
     }
-    if (graph->backend) {
-        ggml_backend_free(graph->backend);
+    for (int32_t i = DT_MAX_DEVICES - 1; i >= 0; i--) {
+        if (graph->backends[i] && (i == 0 || graph->backends[i] != graph->backends[0])) {
+            ggml_backend_free(graph->backends[i]);
+        }
     }
     if (graph->threadpool) {
         graph->free_threadpool(graph->threadpool);
@@ -165,6 +182,7 @@ void dt_graph_free(dt_graph *graph) {
     free(graph->focus_column);
     release(graph, &graph->mass_rows);
     release(graph, &graph->index);
+    release(graph, &graph->logits);
     free(graph->lane_storage);
     free(graph->lanes);
     free(graph->ops);
@@ -198,6 +216,13 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
     return n;
 }
 
+static bool is_elsewhere(const dt_kv *kv, int32_t layer) { return dt_kv_layer(kv, layer)->format.elsewhere; }
+
+/* Whether attention mass is collected on the way. */
+static bool observes(const dt_kv *kv, const dt_batch *batch, int32_t layer) {
+    return batch->observe_layer && batch->observe_layer[layer] && !is_elsewhere(kv, layer);
+}
+
 static int32_t n_mass_rows(const dt_batch *batch) { return batch->observe_apart ? batch->n_observed : 1; }
 
 /* Points every lane at the cache's content and, in observed layers, at its row of the mass buffer. */
@@ -205,7 +230,7 @@ static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *bat
     const dt_hparams *hp = &g->decoder->hp;
     size_t n_observed = 0;
     for (int32_t i = 0; batch->observe_layer && i < hp->n_layers; i++) {
-        n_observed += batch->observe_layer[i] ? (size_t)hp->n_kv_heads[i] : 0;
+        n_observed += observes(kv, batch, i) ? (size_t)hp->n_kv_heads[i] : 0;
     }
     const size_t lane_floats = mass_stride(max_entries) * (size_t)n_mass_rows(batch);
     if (n_observed > 0) {
@@ -228,7 +253,7 @@ static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *bat
     }
     dt_kv_span *spans = g->spans.data;
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        const bool observe = batch->observe_layer && batch->observe_layer[i];
+        const bool observe = observes(kv, batch, i);
         for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(kv, i, lane, &view);
@@ -257,7 +282,7 @@ static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt
     const dt_hparams *hp = &g->decoder->hp;
     const dt_plan_layer *io = &plan->layers[layer];
     const size_t f = sizeof(float);
-    const bool observe = batch->observe_layer && batch->observe_layer[layer];
+    const bool observe = observes(kv, batch, layer);
     g->ops[layer].job = (dt_attn_job){
         .kernel = g->params.kernel,
         .format = &dt_kv_layer(kv, layer)->format,
@@ -299,6 +324,9 @@ static dt_status prepare_jobs(dt_graph *g, const dt_kv *kv, const dt_plan *plan,
     for (int32_t i = 0; i < hp->n_layers; i++) {
         const int32_t length = dt_kv_length(kv, i);
         max_entries = DT_MAX(max_entries, length);
+        if (is_elsewhere(kv, i)) {
+            continue;
+        }
         scratch_bytes =
             DT_MAX(scratch_bytes, g->params.kernel->scratch_bytes(&dt_kv_layer(kv, i)->format, hp->n_kv_heads[i],
                                                                   hp->n_heads / hp->n_kv_heads[i], batch->n, length, n_threads));
@@ -323,19 +351,43 @@ static dt_status prepare_jobs(dt_graph *g, const dt_kv *kv, const dt_plan *plan,
         positions[i] = batch->first_position + i;
     }
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        fill_job(g, kv, plan, batch, i, mass_stride(max_entries));
+        if (!is_elsewhere(kv, i)) {
+            fill_job(g, kv, plan, batch, i, mass_stride(max_entries));
+        }
     }
     return DT_OK;
 }
 
-static void set_inputs(const dt_graph *g, const dt_plan *plan, const dt_batch *batch) {
+static dt_device_sight sight_of(const dt_batch *batch) {
+    return (dt_device_sight){
+        .n_query = batch->n, .first_position = batch->first_position, .focus_from = batch->focus_from, .focus_to = batch->focus_to};
+}
+
+static dt_status set_inputs(const dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt_batch *batch, dt_error *error) {
     const size_t bytes = (size_t)batch->n * sizeof(int32_t);
-    ggml_backend_tensor_set(plan->tokens, batch->tokens, 0, bytes);
-    ggml_backend_tensor_set(plan->positions, g->index.data, 0, bytes);
-    for (int32_t i = 0; i < batch->n_outputs; i++) {
-        const int32_t row = batch->n - batch->n_outputs + i;
-        ggml_backend_tensor_set(plan->output_rows, &row, (size_t)i * sizeof row, sizeof row);
+    const int32_t first_output = batch->n - batch->n_outputs;
+    bool done = dt_ggml_set(plan->tokens, batch->tokens, 0, bytes);
+    int32_t rows[64];
+    for (int32_t i = 0; done && i < batch->n_outputs; i += 64) {
+        const int32_t n = DT_MIN(batch->n_outputs - i, 64);
+        for (int32_t j = 0; j < n; j++) {
+            rows[j] = first_output + i + j;
+        }
+        done = dt_ggml_set(plan->output_rows, rows, (size_t)i * sizeof rows[0], (size_t)n * sizeof rows[0]);
     }
+    dt_device_cache *cache = dt_device_cache_of(kv);
+    const dt_device_sight sight = sight_of(batch);
+    for (int32_t i = 0; done && i < plan->n_segments; i++) {
+        const dt_plan_segment *s = &plan->segments[i];
+        done = s->positions == NULL || dt_ggml_set(s->positions, g->index.data, 0, bytes);
+        if (done && s->masks != NULL) {
+            const dt_status status = dt_device_cache_fill_inputs(cache, kv, &sight, s->device, s->masks, s->rows, s->ring, error);
+            if (status != DT_OK) {
+                return status;
+            }
+        }
+    }
+    return done ? DT_OK : dt_fail(error, DT_ERR_COMPUTE, "a device does not take its input");
 }
 
 static dt_status check_tokens(const dt_graph *g, const dt_batch *batch, dt_error *error) {
@@ -348,12 +400,8 @@ static dt_status check_tokens(const dt_graph *g, const dt_batch *batch, dt_error
     return DT_OK;
 }
 
-static bool plan_fits(const dt_plan *plan, const dt_batch *batch) {
-    return plan->n_tokens == batch->n && plan->n_outputs == batch->n_outputs && plan->observe == (batch->observe_layer != NULL);
-}
-
 /* The plan for a batch, perhaps not built for it yet. Drafts change in length from step to step: for them several are kept. */
-static dt_plan *choose_plan(dt_graph *g, const dt_batch *batch) {
+static dt_plan *choose_plan(dt_graph *g, const dt_batch *batch, const dt_plan_params *params) {
     if (batch->n == 1) {
         return &g->decode;
     }
@@ -362,7 +410,7 @@ static dt_plan *choose_plan(dt_graph *g, const dt_batch *batch) {
     }
     int32_t best = 0;
     for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
-        if (plan_fits(&g->drafts[i], batch)) {
+        if (dt_plan_fits(&g->drafts[i], params)) {
             best = i;
             break;
         }
@@ -372,36 +420,103 @@ static dt_plan *choose_plan(dt_graph *g, const dt_batch *batch) {
     return &g->drafts[best];
 }
 
-dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error) {
-    dt_status status = check_tokens(graph, batch, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    dt_plan *plan = choose_plan(graph, batch);
-    if (!plan_fits(plan, batch)) {
-        status = dt_plan_build(plan, graph->decoder, graph->ops, batch->n, batch->n_outputs, batch->observe_layer != NULL, error);
-    }
+/* Room for the batch in the cache, and the plan for it, built. */
+static dt_status prepare(dt_graph *g, dt_kv *kv, const dt_batch *batch, dt_plan **out, dt_error *error) {
+    dt_device_cache *cache = dt_device_cache_of(kv);
+    dt_plan_params params = {.decoder = g->decoder,
+                             .ops = g->ops,
+                             .cache = cache,
+                             .n_tokens = batch->n,
+                             .n_outputs = batch->n_outputs,
+                             .observe = batch->observe_layer != NULL,
+                             .no_flash = g->params.no_flash};
+    const dt_device_sight sight = sight_of(batch);
+    dt_status status = dt_graph_settle(g, kv, error);
     if (status == DT_OK) {
         status = dt_kv_append(kv, batch->first_position, batch->n, error);
     }
-    if (status == DT_OK) {
-        status = prepare_jobs(graph, kv, plan, batch, error);
+    if (status == DT_OK && cache != NULL) {
+        status = dt_device_cache_reserve(cache, kv, &sight, &params.shape, error);
     }
     if (status != DT_OK) {
         return status;
     }
-    set_inputs(graph, plan, batch);
-    graph->set_n_threads(graph->backend, batch->n == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
-    const enum ggml_status computed = dt_ggml_compute(graph->backend, plan->cgraph);
-    if (computed == GGML_STATUS_ABORTED) {
-        return dt_fail(error, DT_ERR_CANCELLED, "cancelled");
+    *out = choose_plan(g, batch, &params);
+    if (!dt_plan_fits(*out, &params)) {
+        status = dt_plan_build(*out, &params, error);
     }
-    if (computed != GGML_STATUS_SUCCESS) {
-        return dt_fail(error, computed == GGML_STATUS_ALLOC_FAILED ? DT_ERR_MEMORY : DT_ERR_COMPUTE,
-                       "ggml could not compute the batch (%s)", ggml_status_to_string(computed));
+    return status == DT_OK ? prepare_jobs(g, kv, *out, batch, error) : status;
+}
+
+static dt_status compute_segments(dt_graph *g, const dt_plan *plan, dt_error *error) {
+    for (int32_t i = 0; i < plan->n_segments; i++) {
+        const dt_plan_segment *s = &plan->segments[i];
+        if (s->in != NULL && !dt_ggml_copy(plan->segments[i - 1].out, s->in)) {
+            return dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input",
+                           dt_device_name(g->decoder->devices[s->device]));
+        }
+        const enum ggml_status computed = dt_ggml_compute(g->backends[s->device], s->cgraph);
+        if (computed == GGML_STATUS_ABORTED || (computed == GGML_STATUS_SUCCESS && i + 1 < plan->n_segments && abort_callback(g))) {
+            return dt_fail(error, DT_ERR_CANCELLED, "cancelled");
+        }
+        if (computed != GGML_STATUS_SUCCESS) {
+            return dt_fail(error, computed == GGML_STATUS_ALLOC_FAILED ? DT_ERR_MEMORY : DT_ERR_COMPUTE,
+                           "ggml could not compute the batch on %s (%s)", dt_device_name(g->decoder->devices[s->device]),
+                           ggml_status_to_string(computed));
+        }
     }
-    *logits = plan->logits->data;
     return DT_OK;
+}
+
+/* The plan's own where the CPU has computed them. */
+static dt_status fetch_logits(dt_graph *g, const dt_plan *plan, const float **logits, dt_error *error) {
+    const size_t bytes = ggml_nbytes(plan->logits);
+    if (ggml_backend_buffer_is_host(plan->logits->buffer)) {
+        *logits = plan->logits->data;
+        return DT_OK;
+    }
+    const dt_status status = reserve(g, &g->logits, bytes, "the logits", error);
+    if (status != DT_OK) {
+        return status;
+    }
+    *logits = g->logits.data;
+    return dt_ggml_get(plan->logits, g->logits.data, 0, bytes) ? DT_OK
+                                                               : dt_fail(error, DT_ERR_COMPUTE, "the device gave no logits");
+}
+
+dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error) {
+    dt_plan *plan = NULL;
+    dt_status status = check_tokens(graph, batch, error);
+    if (status == DT_OK) {
+        status = prepare(graph, kv, batch, &plan, error);
+    }
+    if (status == DT_OK) {
+        status = set_inputs(graph, kv, plan, batch, error);
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    graph->set_n_threads(graph->backends[0], batch->n == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
+    status = compute_segments(graph, plan, error);
+    if (status == DT_OK) {
+        status = fetch_logits(graph, plan, logits, error);
+    }
+    if (status == DT_OK && dt_device_cache_of(kv) != NULL) {
+        const dt_device_sight sight = sight_of(batch);
+        dt_device_cache_computed(dt_device_cache_of(kv), &sight);
+    }
+    return status;
+}
+
+dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error) {
+    dt_device_cache *cache = dt_device_cache_of(kv);
+    return cache != NULL ? dt_device_cache_settle(cache, kv, graph->backends, error) : DT_OK;
+}
+
+dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_position, dt_observed *out,
+                           dt_error *error) {
+    return dt_device_cache_observe(dt_device_cache_of(kv), kv, layer, next_position, graph->backends, &out->mass, &out->norms,
+                                   &out->stride, &out->n_queries, error);
 }
 
 const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row) {

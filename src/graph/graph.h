@@ -18,7 +18,8 @@
 typedef struct dt_graph dt_graph;
 
 typedef struct dt_graph_params {
-    const dt_attn_kernel *kernel;
+    const dt_attn_kernel *kernel;       /* of layers whose cache is in blocks */
+    bool no_flash;                      /* elsewhere: no fused attention */
     int32_t n_threads, n_threads_batch; /* for one token, for more */
     /* Called now and then by the computing thread while a batch of several tokens runs; true stops it. May be NULL. */
     bool (*should_abort)(void *user);
@@ -49,8 +50,21 @@ dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, co
 
 /* Attention mass that the last batch's observed queries gave to each entry of a lane, or of its focus; entry order as in the cache
  * before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where the layer was not
- * observed. */
+ * observed or is elsewhere (dt_graph_observe). */
 const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row);
+
+/* Plays on devices what rounds have moved; to be called before entries are appended otherwise than by dt_graph_compute. */
+dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error);
+
+/* For a layer whose cache is elsewhere, before a round: how much attention the newest queries that were not told yet gave its entries,
+ * at most DT_OBSERVE_WINDOW of them, and the norms of its values. Lane l's begin at l * stride; the cache's until its next batch. */
+typedef struct dt_observed {
+    const float *mass, *norms;
+    size_t stride;
+    int32_t n_queries; /* 0: none came since the last time, and there is no mass */
+} dt_observed;
+dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_position, dt_observed *out,
+                           dt_error *error);
 
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
 int64_t dt_graph_attention_us(const dt_graph *graph);
