@@ -377,13 +377,26 @@ static void print_wrapped(FILE *file, const char *text) {
     fputc('\n', file);
 }
 
+/* Names and value of an option, a long list of choices in several lines; returns the column it ends in. */
+static int print_names(FILE *file, const dt_option *option) {
+    int column = fprintf(file, "  %s%s", option->names, option->value != NULL ? " " : "");
+    for (const char *word = option->value; word != NULL && *word != 0;) {
+        const int n = (int)strcspn(word, "|"), length = n + (word[n] == '|');
+        if (column + length > HELP_COLUMNS) {
+            column = fprintf(file, "\n      ") - 1;
+        }
+        column += fprintf(file, "%.*s", length, word);
+        word += length;
+    }
+    return column;
+}
+
 void dt_options_help(FILE *file, const dt_option_group *const *groups, size_t n_groups) {
     for (size_t g = 0; g < n_groups; g++) {
         fprintf(file, "\n%s\n", groups[g]->title);
         for (size_t i = 0; i < groups[g]->n_options; i++) {
             const dt_option *option = &groups[g]->options[i];
-            const int n = fprintf(file, "  %s%s%s", option->names, option->value != NULL ? " " : "",
-                                  option->value != NULL ? option->value : "");
+            const int n = print_names(file, option);
             const bool below = n + 1 >= HELP_INDENT;
             fprintf(file, "%s%*s", below ? "\n" : "", below ? HELP_INDENT : HELP_INDENT - n, "");
             print_wrapped(file, option->help);
