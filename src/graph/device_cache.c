@@ -186,10 +186,11 @@ static dt_status resize_layer(dt_device_cache *cache, dt_device_layer *layer, in
     return DT_OK;
 }
 
-/* Room for n rows in every lane; capacities more than twice too large shrink. */
+/* Room for n rows in every lane. A capacity a quarter too large shrinks: rounds free a sixteenth, so budgets don't make it swing. */
 static dt_status reserve_rows(dt_device_cache *cache, dt_device_layer *layer, int32_t n, dt_error *error) {
     const int32_t wanted = capacity_for(n);
-    return n <= layer->capacity && layer->capacity <= 2 * wanted ? DT_OK : resize_layer(cache, layer, wanted, error);
+    return n <= layer->capacity && layer->capacity <= wanted + wanted / 4 + DT_N_KV_PAD ? DT_OK
+                                                                                        : resize_layer(cache, layer, wanted, error);
 }
 
 /* ---- the home ---- */
