@@ -428,6 +428,56 @@ static void test_long_run_and_drafts(void **state) {
     }
 }
 
+/* Sessions of a group, whose steps are computed one by one there, are what they are alone. */
+static void test_group(void **state) {
+    (void)state;
+    enum { N = 70, STEPS = 12 };
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        const int32_t n_vocab = dt_model_get_info(model)->n_vocab;
+        dt_eviction *eviction = eviction_from_json(model, configs[1]);
+        dt_group *group = NULL;
+        dt_error error = {0};
+        const dt_group_params group_params = {.n_threads = 1, .kernel = w.kernel};
+        assert_int_equal(dt_group_new(model, &group_params, &group, &error), DT_OK);
+        dt_session *alone[2], *together[2];
+        int32_t tokens[2][N + STEPS];
+        dt_step steps[2];
+        for (int s = 0; s < 2; s++) {
+            dt_session_params params = small_params(&w);
+            params.n_batch = N;
+            params.eviction = eviction;
+            alone[s] = open_session(model, &params);
+            params.group = group;
+            together[s] = open_session(model, &params);
+            random_tokens(tokens[s], N + STEPS, 3, n_vocab, 37 + (uint64_t)s);
+            sync_tokens(alone[s], tokens[s], N);
+            steps[s] = (dt_step){.session = together[s], .tokens = tokens[s], .n = N, .probability = 1.0f};
+        }
+        assert_int_equal(dt_group_step(group, steps, 2, &error), DT_OK);
+        for (int32_t t = N; t < N + STEPS; t++) {
+            for (int s = 0; s < 2; s++) {
+                append_token(alone[s], tokens[s][t]);
+                steps[s] = (dt_step){.session = together[s], .tokens = tokens[s] + t, .n = 1, .probability = 1.0f};
+            }
+            assert_int_equal(dt_group_step(group, steps, 2, &error), DT_OK);
+            for (int s = 0; s < 2; s++) {
+                assert_memory_equal(dt_session_logits(together[s]), dt_session_logits(alone[s]), (size_t)n_vocab * sizeof(float));
+            }
+        }
+        for (int s = 0; s < 2; s++) {
+            dt_session_free(alone[s]);
+            dt_session_free(together[s]);
+        }
+        dt_group_free(group);
+        dt_eviction_free(eviction);
+        dt_model_close(model);
+    }
+}
+
 /* Families with other parts in a layer, on a device as a whole. */
 static void test_families(void **state) {
     (void)state;
@@ -505,7 +555,7 @@ int main(void) {
         cmocka_unit_test(test_same_decisions), cmocka_unit_test(test_biases),
         cmocka_unit_test(test_windows),        cmocka_unit_test(test_forks_files_and_rewinds),
         cmocka_unit_test(test_families),       cmocka_unit_test(test_long_run_and_drafts),
-        cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_errors),         cmocka_unit_test(test_group),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -15,24 +15,8 @@
 
 #define DEFAULT_BATCH 512
 #define SCORE_BATCH 64 /* every row has logits there: [SCORE_BATCH][V] */
-/* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
-#define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
-#define PROGRESS_INTERVAL_US 100000
 
 /* ---- life ---- */
-
-static bool should_abort(void *user) {
-    dt_session *s = user;
-    if (!s->progress) {
-        return false;
-    }
-    const int64_t now = dt_clock_us();
-    if (now - s->progress_last_us < PROGRESS_INTERVAL_US) {
-        return false;
-    }
-    s->progress_last_us = now;
-    return !s->progress(s->progress_done, s->progress_total, s->progress_user);
-}
 
 static dt_status fill_defaults(dt_session *s, const dt_session_params *params, dt_error *error) {
     const dt_session_params defaults = {0};
@@ -44,8 +28,6 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     }
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
     p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DEFAULT_BATCH, p->n_ctx);
-    p->n_threads = p->n_threads > 0 ? p->n_threads : dt_physical_cores();
-    p->n_threads_batch = p->n_threads_batch > 0 ? p->n_threads_batch : p->n_threads;
     p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : 256;
     if (p->kv_block_tokens % DT_KV_GROUP != 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "a cache block of %d tokens is not a multiple of %d", p->kv_block_tokens,
@@ -56,11 +38,24 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
                "context of %d tokens is longer than the %d the model was trained with; quality will suffer beyond that", p->n_ctx,
                info->n_ctx_train);
     }
-    if (dt_kernel_is_ggml(p->kernel)) {
-        p->kernel = strcmp(p->kernel, "ggml") == 0 ? "ggml" : "ggml_matmul"; /* outlives the caller's */
+    return DT_OK;
+}
+
+static dt_status join_group(dt_session *s, dt_error *error) {
+    dt_session_params *p = &s->params;
+    if (!p->group) {
+        const dt_group_params own = {.n_threads = p->n_threads, .n_threads_batch = p->n_threads_batch, .kernel = p->kernel};
+        const dt_status status = dt_group_new_private(s->model, &own, &s->group, error);
+        p->kernel = status == DT_OK ? s->group->kernel_name : NULL;
+        return status;
     }
-    s->kernel = dt_attn_kernel_find(dt_kernel_is_ggml(p->kernel) ? NULL : p->kernel, error);
-    return s->kernel ? DT_OK : DT_ERR_ARGUMENT;
+    if (p->group->model != s->model) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "the group is of another model than the session");
+    }
+    s->group = p->group;
+    p->kernel = s->group->kernel_name;
+    s->group->n_sessions++;
+    return DT_OK;
 }
 
 /* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
@@ -132,6 +127,7 @@ static dt_status share_memory(dt_session *s, dt_shared_memory *with, dt_error *e
         return dt_fail_memory(error, sizeof *s->kv_memory, "the session");
     }
     dt_memory_init(&s->kv_memory->memory);
+    s->kv_memory->memory.parent = s->group->is_private ? NULL : &s->group->kv_memory;
     s->kv_memory->memory.limit = (size_t)DT_MIN(s->params.kv_memory, (uint64_t)SIZE_MAX);
     atomic_init(&s->kv_memory->references, 1);
     return DT_OK;
@@ -148,6 +144,9 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     dt_memory_init(&s->work_memory);
     dt_status status = fill_defaults(s, params, error);
     if (status == DT_OK) {
+        status = join_group(s, error);
+    }
+    if (status == DT_OK) {
         status = share_memory(s, from ? from->kv_memory : NULL, error);
     }
     if (status == DT_OK) {
@@ -156,15 +155,6 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     }
     if (status == DT_OK) {
         status = make_cache(s, from, error);
-    }
-    if (status == DT_OK) {
-        const dt_graph_params graph_params = {.kernel = s->kernel,
-                                              .no_flash = s->params.kernel != NULL && strcmp(s->params.kernel, "ggml_matmul") == 0,
-                                              .n_threads = s->params.n_threads,
-                                              .n_threads_batch = s->params.n_threads_batch,
-                                              .should_abort = should_abort,
-                                              .user = s};
-        status = dt_graph_new(model->decoder, &s->work_memory, &graph_params, &s->graph, error);
     }
     if (status != DT_OK) {
         dt_session_free(s);
@@ -184,10 +174,14 @@ void dt_session_free(dt_session *session) {
     if (!session) {
         return;
     }
-    dt_graph_free(session->graph);
     dt_kv_free(session->kv);
     if (session->kv_memory && atomic_fetch_sub(&session->kv_memory->references, 1) == 1) {
         free(session->kv_memory);
+    }
+    if (session->group && session->group->is_private) {
+        dt_group_free(session->group);
+    } else if (session->group) {
+        session->group->n_sessions--;
     }
     free(session->observe_layer);
     dt_memory_free(&session->work_memory, session->tokens, token_bytes(session));
@@ -198,19 +192,109 @@ void dt_session_free(dt_session *session) {
 
 /* ---- steps ---- */
 
-static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
+dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
+    const int32_t n = s->n_tokens + n_more;
+    if (n <= s->token_capacity) {
+        return DT_OK;
+    }
+    const int32_t capacity = (int32_t)DT_MIN((int64_t)n + n / 2 + DEFAULT_BATCH, (int64_t)INT32_MAX);
+    int32_t *tokens = dt_memory_grow(&s->work_memory, s->tokens, token_bytes(s), (size_t)capacity * sizeof *tokens);
+    if (!tokens) {
+        return dt_fail_memory(error, (size_t)capacity * sizeof *tokens, "the tokens");
+    }
+    s->tokens = tokens;
+    s->token_capacity = capacity;
+    return DT_OK;
+}
 
-/* Chooses the layers whose policy will want this batch's attention: those where a round comes within n_remaining more tokens. */
-static bool choose_observed(dt_session *s, int32_t n, int64_t n_remaining) {
+/* A step of this session alone. *logits (may be NULL): after the last n_outputs of its tokens, the graph's. */
+static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow, float weight,
+                      const float **logits, dt_error *error) {
+    dt_part part = {
+        .session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .weight = weight, .error = error};
+    dt_group_compute(s->group, &part, 1);
+    if (logits) {
+        *logits = part.logits;
+    }
+    return part.status;
+}
+
+static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error) {
+    const size_t bytes = (size_t)s->model->info.n_vocab * sizeof *s->own_logits;
+    if (!s->own_logits) {
+        s->own_logits = malloc(bytes);
+    }
+    if (!s->own_logits) {
+        return dt_fail_memory(error, bytes, "the logits");
+    }
+    if (logits != s->own_logits) {
+        memcpy(s->own_logits, logits, bytes);
+    }
+    s->logits = s->own_logits;
+    return DT_OK;
+}
+
+dt_status dt_session_set_logits(dt_session *s, const float *logits, dt_error *error) {
+    s->logits = logits;
+    return s->group->is_private ? DT_OK : copy_logits(s, logits, error);
+}
+
+/* ---- reconstruction ---- */
+
+/* Layers whose peaks a round is about to need. */
+static bool choose_repeated(dt_session *s) {
     bool any = false;
-    const bool late = s->params.prefill == DT_PREFILL_STREAMING || n_remaining < OBSERVE_AHEAD;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && !is_elsewhere(s, i) &&
-                              dt_kv_exceeds(s->kv, i, n + n_remaining + OBSERVE_AHEAD);
-        any = any || s->observe_layer[i];
+        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i);
+        any = any || (s->observe_layer[i] && (s->params.evict == DT_EVICT_HELD || dt_kv_exceeds(s->kv, i, 0)));
     }
     return any;
 }
+
+static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            const float *mass = dt_graph_mass(s->group->graph, 0, i, lane, 0);
+            float *peak = view.peak_mass + view.n_entries - (s->n_tokens - from);
+            for (int32_t j = 0; j < to - from; j++) {
+                peak[j] = DT_MAX(peak[j], mass[j]);
+            }
+        }
+    }
+}
+
+/*
+ * Has the model repeat what it has read since the last time, and notes for each key the most attention it gets on the way: what is
+ * needed to say the text again is what any question about it may need (KVzip, Kim et al. 2025, arXiv 2505.23416). A piece sees of the
+ * cache only its own stretch and the first block, so the cost is linear in the text. The repetition leaves no trace but the peaks.
+ */
+static dt_status reconstruct(dt_session *s, dt_error *error) {
+    dt_status status = s->logits && s->peaks_until < s->n_tokens ? copy_logits(s, s->logits, error) : DT_OK;
+    while (status == DT_OK && s->peaks_until < s->n_tokens) {
+        const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));
+        dt_sequence sequence = {.tokens = s->tokens + from,
+                                .n = n,
+                                .first_position = s->n_tokens,
+                                .n_outputs = 1,
+                                .observe_layer = s->observe_layer,
+                                .n_observed = n,
+                                .peak = true,
+                                .focus_from = s->n_tokens - from,
+                                .focus_to = s->n_tokens - from - n};
+        const float *logits = NULL;
+        status = dt_group_compute_one(s, &sequence, &logits, error);
+        dt_kv_commit(s->kv, 0);
+        if (status == DT_OK) {
+            keep_peaks(s, from, from + n);
+            s->peaks_until += n;
+        }
+    }
+    return status;
+}
+
+static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
 
 /* Where a cache is elsewhere, attention is told once, before a round: by the newest queries since the last one. */
 static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
@@ -219,7 +303,7 @@ static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
             continue;
         }
         dt_observed observed;
-        const dt_status status = dt_graph_observe(s->graph, s->kv, i, s->n_tokens, &observed, error);
+        const dt_status status = dt_graph_observe(s->group->graph, s->kv, i, s->n_tokens, &observed, error);
         if (status != DT_OK) {
             return status;
         }
@@ -240,144 +324,11 @@ static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
     return DT_OK;
 }
 
-static void note_weight(dt_session *s, int32_t position, float weight) { s->query_weights[position % DT_OBSERVE_WINDOW] = weight; }
-
-static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        if (!s->observe_layer[i]) {
-            continue;
-        }
-        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
-            dt_kv_lane_view view;
-            dt_kv_lane(s->kv, i, lane, &view);
-            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, 0), view.n_entries, n_observed,
-                         weight);
-        }
-    }
+void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
+    s->query_weights[position % DT_OBSERVE_WINDOW] = weight;
 }
 
-dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
-    const int32_t n = s->n_tokens + n_more;
-    if (n <= s->token_capacity) {
-        return DT_OK;
-    }
-    const int32_t capacity = (int32_t)DT_MIN((int64_t)n + n / 2 + DEFAULT_BATCH, (int64_t)INT32_MAX);
-    int32_t *tokens = dt_memory_grow(&s->work_memory, s->tokens, token_bytes(s), (size_t)capacity * sizeof *tokens);
-    if (!tokens) {
-        return dt_fail_memory(error, (size_t)capacity * sizeof *tokens, "the tokens");
-    }
-    s->tokens = tokens;
-    s->token_capacity = capacity;
-    return DT_OK;
-}
-
-/* Computes n tokens after the ones there are, with logits after the last n_outputs of them; n_remaining more tokens will follow
- * before the next round. */
-static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_remaining, float weight,
-                      dt_error *error) {
-    const dt_status reserved = dt_session_reserve_tokens(s, n, error);
-    if (reserved != DT_OK) {
-        return reserved;
-    }
-    const bool observe = choose_observed(s, n, n_remaining);
-    const dt_batch batch = {.tokens = tokens,
-                            .n = n,
-                            .first_position = s->n_tokens,
-                            .n_outputs = n_outputs,
-                            .observe_layer = observe ? s->observe_layer : NULL,
-                            .n_observed = DT_MIN(n, DT_OBSERVE_WINDOW)};
-    s->logits = NULL;
-    const float *logits = NULL;
-    const dt_status status = dt_graph_compute(s->graph, s->kv, &batch, &logits, error);
-    if (status != DT_OK) {
-        dt_kv_commit(s->kv, 0);
-        return status;
-    }
-    dt_kv_commit(s->kv, n);
-    if (observe) {
-        fold_masses(s, batch.n_observed, weight);
-    }
-    for (int32_t i = DT_MAX(n - DT_OBSERVE_WINDOW, 0); i < n; i++) {
-        note_weight(s, s->n_tokens + i, weight);
-    }
-    memcpy(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
-    s->n_tokens += n;
-    s->logits = logits + (size_t)(n_outputs - 1) * (size_t)s->model->info.n_vocab;
-    return dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, error);
-}
-
-static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error) {
-    const size_t bytes = (size_t)s->model->info.n_vocab * sizeof *s->own_logits;
-    if (!s->own_logits) {
-        s->own_logits = malloc(bytes);
-    }
-    if (!s->own_logits) {
-        return dt_fail_memory(error, bytes, "the logits");
-    }
-    if (logits != s->own_logits) {
-        memcpy(s->own_logits, logits, bytes);
-    }
-    s->logits = s->own_logits;
-    return DT_OK;
-}
-
-/* ---- reconstruction ---- */
-
-/* Layers whose peaks a round is about to need. */
-static bool choose_repeated(dt_session *s) {
-    bool any = false;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i);
-        any = any || (s->observe_layer[i] && (s->params.evict == DT_EVICT_HELD || dt_kv_exceeds(s->kv, i, 0)));
-    }
-    return any;
-}
-
-static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
-            dt_kv_lane_view view;
-            dt_kv_lane(s->kv, i, lane, &view);
-            const float *mass = dt_graph_mass(s->graph, i, lane, 0);
-            float *peak = view.peak_mass + view.n_entries - (s->n_tokens - from);
-            for (int32_t j = 0; j < to - from; j++) {
-                peak[j] = DT_MAX(peak[j], mass[j]);
-            }
-        }
-    }
-}
-
-/*
- * Has the model repeat what it has read since the last time, and notes for each key the most attention it gets on the way: what is
- * needed to say the text again is what any question about it may need (KVzip, Kim et al. 2025, arXiv 2505.23416). A piece sees of the
- * cache only its own stretch and the first block, so the cost is linear in the text. The repetition leaves no trace but the peaks.
- */
-static dt_status reconstruct(dt_session *s, dt_error *error) {
-    dt_status status = s->logits && s->peaks_until < s->n_tokens ? copy_logits(s, s->logits, error) : DT_OK;
-    while (status == DT_OK && s->peaks_until < s->n_tokens) {
-        const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));
-        const dt_batch batch = {.tokens = s->tokens + from,
-                                .n = n,
-                                .first_position = s->n_tokens,
-                                .n_outputs = 1,
-                                .observe_layer = s->observe_layer,
-                                .n_observed = n,
-                                .peak = true,
-                                .focus_from = s->n_tokens - from,
-                                .focus_to = s->n_tokens - from - n};
-        const float *logits = NULL;
-        status = dt_graph_compute(s->graph, s->kv, &batch, &logits, error);
-        dt_kv_commit(s->kv, 0);
-        if (status == DT_OK) {
-            keep_peaks(s, from, from + n);
-            s->peaks_until += n;
-        }
-    }
-    return status;
-}
-
-/* What is due: repetition where scores come from it, then a round. */
-static dt_status evict(dt_session *s, dt_error *error) {
+dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
@@ -421,18 +372,16 @@ dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, cons
     if (reserved != DT_OK) {
         return reserved;
     }
-    const dt_batch batch = {.tokens = tokens,
+    dt_sequence sequence = {.tokens = tokens,
                             .n = n,
                             .first_position = s->n_tokens,
                             .n_outputs = n,
-                            .observe_layer = choose_observed(s, n, 0) ? s->observe_layer : NULL,
+                            .observe_layer = dt_session_choose_observed(s, n, 0) ? s->observe_layer : NULL,
                             .n_observed = n,
                             .observe_apart = true};
     s->logits = NULL;
-    const dt_status status = dt_graph_compute(s->graph, s->kv, &batch, logits, error);
-    if (status != DT_OK) {
-        dt_kv_commit(s->kv, 0);
-    } else {
+    const dt_status status = dt_group_compute_one(s, &sequence, logits, error);
+    if (status == DT_OK) {
         memmove(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
         s->draft_logits = *logits;
         s->n_draft = n;
@@ -448,8 +397,8 @@ static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities)
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
             for (int32_t t = 0; t < n_keep; t++) {
-                if (dt_kv_exceeds(s->kv, i, (int64_t)t + 1 - s->n_draft + OBSERVE_AHEAD)) {
-                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, t),
+                if (dt_session_observes(s, i, (int64_t)t + 1 - s->n_draft)) {
+                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->group->graph, 0, i, lane, t),
                                  view.n_entries - s->n_draft + t + 1, 1, dt_query_weight(probabilities[t]));
                 }
             }
@@ -461,18 +410,20 @@ dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilit
     const int64_t start = dt_clock_us();
     fold_kept(s, n_keep, probabilities);
     for (int32_t i = 0; i < n_keep; i++) {
-        note_weight(s, s->n_tokens + i, dt_query_weight(probabilities[i]));
+        dt_session_note_weight(s, s->n_tokens + i, dt_query_weight(probabilities[i]));
     }
     dt_kv_commit(s->kv, n_keep);
     s->n_tokens += n_keep;
-    s->logits = n_keep > 0 ? s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab : NULL;
     s->stats.draft_proposed += s->n_draft - 1;
     s->stats.draft_accepted += DT_MAX(n_keep - 1, 0);
     s->stats.decode_tokens += n_keep;
     s->n_draft = 0;
     dt_status status = dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, error);
+    if (status == DT_OK && n_keep > 0) {
+        status = dt_session_set_logits(s, s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab, error);
+    }
     if (status == DT_OK) {
-        status = evict(s, error);
+        status = dt_session_evict(s, error);
     }
     s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
@@ -505,13 +456,14 @@ dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, d
     dt_session_params params = from->params;
     params.eviction = eviction;
     params.evict = mode;
+    params.kernel = from->group->kernel_name; /* the caller's text may be gone */
     dt_session *s = NULL;
     dt_status status = session_new(from->model, &params, from, &s, error);
     if (status == DT_OK) {
         status = copy_conversation(s, from, error);
     }
     if (status == DT_OK && s->n_tokens > 0) {
-        status = evict(s, error);
+        status = dt_session_evict(s, error);
         s->evicted_once = mode == DT_EVICT_ONCE;
     }
     if (status != DT_OK) {
@@ -565,9 +517,9 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     while (status == DT_OK && (size_t)s->n_tokens < n) {
         const size_t left = n - (size_t)s->n_tokens;
         const int32_t chunk = (int32_t)DT_MIN(left, (size_t)s->params.n_batch);
-        status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, error);
+        status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, NULL, error);
         if (status == DT_OK && (s->params.prefill == DT_PREFILL_STREAMING || (size_t)s->n_tokens == n)) {
-            status = evict(s, error);
+            status = dt_session_evict(s, error);
         }
         s->progress_done += status == DT_OK ? chunk : 0;
         if (status == DT_OK && s->progress) {
@@ -580,12 +532,20 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     return status;
 }
 
-dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
-                          dt_sync_result *result, dt_error *error) {
+dt_status dt_session_check_room(const dt_session *s, int64_t n_more, dt_error *error) {
+    if (n_more <= s->max_tokens - s->n_tokens) {
+        return DT_OK;
+    }
+    return dt_fail(
+        error, DT_ERR_LIMIT,
+        "%lld more tokens after %d don't fit into a context of %d (-c); shorten the text, or raise the context length where "
+        "the model can follow (it was trained with %d)",
+        (long long)n_more, s->n_tokens, s->max_tokens, s->model->info.n_ctx_train);
+}
+
+dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error) {
     dt_session *s = session;
-    dt_sync_result local = {.how = DT_SYNC_NOTHING};
-    result = result ? result : &local;
-    *result = local;
+    *result = (dt_sync_result){.how = DT_SYNC_NOTHING};
     if (n == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the conversation is empty; give at least one token");
     }
@@ -596,7 +556,6 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
             "follow (it was trained with %d)",
             n, s->max_tokens, s->model->info.n_ctx_train);
     }
-    const int64_t start = dt_clock_us();
     size_t keep = common_prefix(s, tokens, n);
     if (keep == n && (keep < (size_t)s->n_tokens || !s->logits)) {
         keep = n - 1; /* the last token's logits have to be computed again */
@@ -608,17 +567,29 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
         result->how = DT_SYNC_EXTENDED;
         dt_log(DT_LOG_DEBUG, "session: extended by %zu tokens, %zu reused", n - keep, keep);
     }
+    result->reused_tokens = s->n_tokens;
+    return status;
+}
+
+dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
+                          dt_sync_result *result, dt_error *error) {
+    dt_session *s = session;
+    dt_sync_result local;
+    result = result ? result : &local;
+    const int64_t start = dt_clock_us();
+    dt_status status = dt_session_reuse(s, tokens, n, result, error);
     if (status != DT_OK) {
         return status;
     }
-    result->reused_tokens = s->n_tokens;
     s->progress = progress;
     s->progress_user = user;
     s->progress_done = 0;
     s->progress_total = (int64_t)n - s->n_tokens;
     s->progress_last_us = start;
+    s->group->syncing = s;
     status = prefill(s, tokens, n, error);
     s->evicted_once = s->evicted_once || (status == DT_OK && s->params.evict == DT_EVICT_ONCE);
+    s->group->syncing = NULL;
     s->progress = NULL;
     result->computed_tokens = s->n_tokens - result->reused_tokens;
     result->prefill_ms = (double)(dt_clock_us() - start) / 1000.0;
@@ -634,9 +605,9 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
                        s->model->info.n_ctx_train);
     }
     const int64_t start = dt_clock_us();
-    dt_status status = step(s, &token, 1, 1, 0, dt_query_weight(probability), error);
+    dt_status status = step(s, &token, 1, 1, 0, dt_query_weight(probability), NULL, error);
     if (status == DT_OK) {
-        status = evict(s, error);
+        status = dt_session_evict(s, error);
         s->stats.decode_tokens++;
     }
     s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
@@ -653,14 +624,15 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
     dt_status status = DT_OK;
     for (size_t done = 0; status == DT_OK && done < n;) {
         const int32_t chunk = (int32_t)DT_MIN(n - done, most);
-        status = step(s, tokens + done, chunk, chunk, 0, 1.0f, error);
+        const float *logits;
+        status = step(s, tokens + done, chunk, chunk, 0, 1.0f, &logits, error);
         for (int32_t i = 0; status == DT_OK && i < chunk; i++) {
-            if (!fn(done + (size_t)i, s->logits - (size_t)(chunk - 1 - i) * n_vocab, user)) {
+            if (!fn(done + (size_t)i, logits + (size_t)i * n_vocab, user)) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
         }
         if (status == DT_OK) {
-            status = evict(s, error);
+            status = dt_session_evict(s, error);
         }
         done += (size_t)chunk;
     }
@@ -679,7 +651,7 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
         status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
-            status = dt_graph_settle(s->graph, s->kv, error);
+            status = dt_graph_settle(s->group->graph, s->kv, error);
         }
         if (status == DT_OK) {
             status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
@@ -698,7 +670,7 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
             }
             s->n_tokens += chunk;
             if (s->params.prefill == DT_PREFILL_STREAMING || s->n_tokens == n) {
-                status = evict(s, error);
+                status = dt_session_evict(s, error);
             }
         }
     }
@@ -732,15 +704,15 @@ static uint64_t step_bytes(const dt_session *s) {
 
 void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     *out = session->stats;
-    out->kernel = dt_kernel_is_ggml(session->params.kernel) ? session->params.kernel : session->kernel->name;
+    out->kernel = session->group->kernel_name;
     out->n_tokens = session->n_tokens;
     out->n_ctx = session->max_tokens;
-    out->n_threads = session->params.n_threads;
+    out->n_threads = session->group->n_threads;
+    out->n_batch = session->params.n_batch;
     out->kv_bytes = dt_kv_bytes(session->kv);
     out->kv_bytes_peak = atomic_load(&session->kv_memory->memory.bytes_peak);
     out->kv_bytes_full = dt_kv_bytes_for(session->kv, session->n_tokens);
     out->kv_step_bytes = step_bytes(session);
-    out->attention_ms = (double)dt_graph_attention_us(session->graph) / 1000.0;
 }
 
 static dt_status check_layer(const dt_session *session, int32_t layer, dt_error *error) {
@@ -763,13 +735,19 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
     return DT_OK;
 }
 
-static int compare_positions(const void *a, const void *b) {
-    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+typedef struct kept_entry {
+    int32_t position;
+    float mass;
+} kept_entry;
+
+static int compare_entries(const void *a, const void *b) {
+    const int32_t x = ((const kept_entry *)a)->position, y = ((const kept_entry *)b)->position;
     return (x > y) - (x < y);
 }
 
-dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
-                                    dt_error *error) {
+/* What a lane keeps, by position; *out_observed: whether it has masses. *out: free with free(). */
+static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_t kv_head, kept_entry **out, size_t *out_n,
+                                bool *out_observed, dt_error *error) {
     const dt_status status = check_layer(session, layer, error);
     if (status != DT_OK) {
         return status;
@@ -781,13 +759,69 @@ dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, in
     dt_kv_lane_view view;
     dt_kv_lane(session->kv, layer, kv_head, &view);
     const size_t n = (size_t)view.n_entries;
+    kept_entry *entries = malloc(DT_MAX(n, 1) * sizeof *entries);
     int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
+    if (!entries || !positions) {
+        free(entries);
+        free(positions);
+        return dt_fail_memory(error, n * (sizeof *entries + sizeof *positions), "the positions");
+    }
+    dt_kv_positions(session->kv, layer, kv_head, positions);
+    for (size_t i = 0; i < n; i++) {
+        entries[i] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
+    }
+    free(positions);
+    qsort(entries, n, sizeof *entries, compare_entries);
+    *out_observed = view.recent_mass != NULL;
+    *out = entries;
+    *out_n = n;
+    return DT_OK;
+}
+
+dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
+                                    dt_error *error) {
+    kept_entry *entries = NULL;
+    bool is_observed;
+    size_t n;
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
+    for (size_t i = 0; i < n && positions; i++) {
+        positions[i] = entries[i].position;
+    }
+    free(entries);
     if (!positions) {
         return dt_fail_memory(error, n * sizeof *positions, "the positions");
     }
-    dt_kv_positions(session->kv, layer, kv_head, positions);
-    qsort(positions, n, sizeof *positions, compare_positions);
     *out = positions;
+    *out_n = n;
+    return DT_OK;
+}
+
+dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
+                               dt_error *error) {
+    kept_entry *entries = NULL;
+    bool is_observed;
+    size_t n;
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    float *mass = malloc(DT_MAX(n, 1) * sizeof *mass);
+    for (size_t i = 0; i < n && mass; i++) {
+        mass[i] = entries[i].mass;
+    }
+    free(entries);
+    if (!mass) {
+        return dt_fail_memory(error, n * sizeof *mass, "the attention by position");
+    }
+    if (!is_observed) {
+        free(mass);
+        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d: its policy observes no attention", layer);
+    }
+    *out = mass;
     *out_n = n;
     return DT_OK;
 }

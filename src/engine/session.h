@@ -4,7 +4,7 @@
 #ifndef DT_ENGINE_SESSION_H
 #define DT_ENGINE_SESSION_H
 
-#include "engine/engine.h"
+#include "engine/group.h"
 
 /* Tokens that reconstruct repeats at a time, at most. */
 #define DT_REPEAT_CHUNK 512
@@ -18,11 +18,10 @@ typedef struct dt_shared_memory {
 struct dt_session {
     const dt_model *model;
     dt_session_params params; /* with defaults filled in */
-    const dt_attn_kernel *kernel;
+    dt_group *group;
     dt_shared_memory *kv_memory;
     dt_memory work_memory;
     dt_kv *kv;
-    dt_graph *graph;
     int32_t *tokens; /* [token_capacity], grows */
     int32_t n_tokens, token_capacity;
     int32_t max_tokens;  /* longest conversation */
@@ -30,8 +29,8 @@ struct dt_session {
     bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
     int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
     const float *logits; /* after the last token; NULL when not computed */
-    float *own_logits;   /* [V] where they are not the graph's: of a fork, a loaded session, after a repetition */
-    void *note;          /* the application's, saved with the session */
+    float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
+    void *note;        /* the application's, saved with the session */
     size_t note_bytes;
     bool *observe_layer; /* [L] */
     float query_weights
@@ -39,6 +38,8 @@ struct dt_session {
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
+    bool in_prompt;            /* the last step left tokens of a prompt to come */
+    int64_t last_step;         /* the group's n_calls when it was last in a step */
     dt_session_stats stats;
     /* the sync in progress */
     dt_progress_fn progress;
@@ -48,7 +49,19 @@ struct dt_session {
 
 /* Room for n_more tokens behind the ones there are. */
 dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
+/* DT_ERR_LIMIT when n_more tokens would not fit into the context. */
+dt_status dt_session_check_room(const dt_session *session, int64_t n_more, dt_error *error);
+/* The graph's logits after the last token become the session's. */
+dt_status dt_session_set_logits(dt_session *session, const float *logits, dt_error *error);
+/* Chooses the layers whose policy will want the attention of the n tokens to come: those where a round comes within n_follow more. */
+bool dt_session_choose_observed(dt_session *session, int32_t n, int64_t n_follow);
+/* Whether a round is near once every lane of a layer has grown by n_more. */
+bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more);
+/* What is due after a step: repetition where scores come from it, then a round. */
+dt_status dt_session_evict(dt_session *session, dt_error *error);
 
+/* Remembers what the query at a position counts for in scores. */
+void dt_session_note_weight(dt_session *session, int32_t position, float weight);
 /* Whether the cache has the form that files have. */
 dt_status dt_session_check_plain(const dt_session *session, dt_error *error);
 

@@ -11,13 +11,20 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define N_DRAFT_PLANS 6
-#define DRAFT_PLAN_TOKENS 32 /* most tokens of a batch for which a plan is kept beside others */
+#define N_PLANS 8
+#define SMALL_PLAN_TOKENS 64 /* most tokens of a batch for which a plan is kept beside others */
 
 typedef struct growing_buffer {
     void *data;
     size_t bytes;
 } growing_buffer;
+
+/* Where a sequence's share of the buffers begins. */
+typedef struct share {
+    size_t token, output; /* in the batch */
+    size_t scratch, mass, span;
+    size_t mass_stride;
+} share;
 
 struct dt_graph {
     const dt_decoder *decoder;
@@ -27,20 +34,26 @@ struct dt_graph {
     struct ggml_threadpool *threadpool;
     ggml_backend_set_n_threads_t set_n_threads;
     void (*free_threadpool)(struct ggml_threadpool *);
-    dt_plan decode, chunk;         /* one token; any other number */
-    dt_plan drafts[N_DRAFT_PLANS]; /* a few tokens, with logits after each; the one not used for longest is rebuilt */
-    int64_t draft_plan_used[N_DRAFT_PLANS], n_draft_batches;
-    dt_layer_op *ops;     /* [L] */
-    dt_attn_lane **lanes; /* [L][G], into lane_storage */
-    dt_attn_lane *lane_storage;
-    size_t n_lanes;           /* over all layers */
-    growing_buffer scratch;   /* attention's; layers run one after the other */
-    growing_buffer mass;      /* [lanes of observed layers][stride] */
-    growing_buffer spans;     /* of lanes that see only a focus */
-    int32_t *focus_column;    /* [n_lanes] in mass: the focus's first entry */
-    growing_buffer mass_rows; /* int32 [N]: 0 for observed queries, -1 else */
-    growing_buffer index;     /* int32 [N]: positions of the batch */
-    growing_buffer logits;    /* float [n_outputs][V], where a device has computed them */
+    dt_plan plans[N_PLANS], large; /* few tokens; any other number */
+    int64_t plan_used[N_PLANS], n_small_batches;
+    dt_layer_op *ops;              /* [L] */
+    int32_t *first_lane;           /* [L] */
+    size_t n_lanes;                /* of a sequence, over all layers */
+    growing_buffer share;          /* share [S], S sequences in the batch */
+    growing_buffer jobs;           /* dt_attn_job [L][S] */
+    growing_buffer lanes;          /* dt_attn_lane [S][n_lanes] */
+    growing_buffer focus_column;   /* int32 [S][n_lanes] in mass: the focus's first entry */
+    growing_buffer spans;          /* of lanes that see only a focus */
+    growing_buffer scratch;        /* attention's, of each sequence; layers run one after the other */
+    growing_buffer thread_scratch; /* of each thread */
+    growing_buffer mass;           /* of each sequence: [lanes of observed layers][rows][stride] */
+    growing_buffer mass_rows;      /* int32 [N]: 0 or more for observed queries, -1 else */
+    growing_buffer index;          /* int32 [N]: positions of the batch */
+    growing_buffer logits;         /* float [n_outputs][V], where a device has computed them */
+    struct ggml_context *work_ctx; /* of a graph of one node, which calls work */
+    struct ggml_cgraph *work_graph;
+    void (*work)(void *user, int ith, int nth);
+    void *work_user;
 };
 
 /* Contents are lost. Grows by half again, so that a slowly growing need allocates rarely. */
@@ -69,7 +82,7 @@ static void release(dt_graph *g, growing_buffer *b) {
 
 static bool abort_callback(void *user) {
     dt_graph *g = user;
-    return g->params.should_abort && g->params.should_abort(g->params.user);
+    return !g->work && g->params.should_abort && g->params.should_abort(g->params.user);
 }
 
 /* Everything CPU-specific goes through the registry, so that the backend may be a library loaded at run time. */
@@ -117,21 +130,33 @@ static dt_status open_devices(dt_graph *g, dt_error *error) {
 static dt_status allocate_ops(dt_graph *g, dt_error *error) {
     const dt_hparams *hp = &g->decoder->hp;
     const size_t n_layers = (size_t)DT_MAX(hp->n_layers, 0);
+    g->ops = calloc(n_layers, sizeof *g->ops);
+    g->first_lane = calloc(n_layers, sizeof *g->first_lane);
+    if (!g->ops || !g->first_lane) {
+        return dt_fail_memory(error, n_layers * sizeof *g->ops, "the attention jobs");
+    }
     for (size_t i = 0; i < n_layers; i++) {
+        g->first_lane[i] = (int32_t)g->n_lanes;
         g->n_lanes += (size_t)hp->n_kv_heads[i];
     }
-    g->ops = calloc(n_layers, sizeof *g->ops);
-    g->lanes = calloc(n_layers, sizeof *g->lanes);
-    g->lane_storage = calloc(g->n_lanes, sizeof *g->lane_storage);
-    g->focus_column = calloc(g->n_lanes, sizeof *g->focus_column);
-    if (!g->ops || !g->lanes || !g->lane_storage || !g->focus_column) {
-        return dt_fail_memory(error, g->n_lanes * sizeof *g->lane_storage, "the attention jobs");
+    return DT_OK;
+}
+
+static void op_work(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    const dt_graph *g = user;
+    (void)dst;
+    g->work(g->work_user, ith, nth);
+}
+
+static dt_status open_work(dt_graph *g, dt_error *error) {
+    const size_t bytes = 2 * ggml_tensor_overhead() + ggml_graph_overhead_custom(1, false) + 1024;
+    g->work_ctx = ggml_init((struct ggml_init_params){.mem_size = bytes});
+    if (!g->work_ctx) {
+        return dt_fail_memory(error, bytes, "the compute graph");
     }
-    dt_attn_lane *next = g->lane_storage;
-    for (size_t i = 0; i < n_layers; i++) {
-        g->lanes[i] = next;
-        next += hp->n_kv_heads[i];
-    }
+    g->work_graph = ggml_new_graph_custom(g->work_ctx, 1, false);
+    ggml_build_forward_expand(g->work_graph,
+                              ggml_custom_4d(g->work_ctx, GGML_TYPE_F32, 1, 1, 1, 1, NULL, 0, op_work, GGML_N_TASKS_MAX, g));
     return DT_OK;
 }
 
@@ -151,6 +176,9 @@ dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_gr
     if (status == DT_OK) {
         status = allocate_ops(g, error);
     }
+    if (status == DT_OK) {
+        status = open_work(g, error);
+    }
     if (status != DT_OK) {
         dt_graph_free(g);
         return status;
@@ -163,10 +191,9 @@ void dt_graph_free(dt_graph *graph) {
     if (!graph) {
         return;
     }
-    dt_plan_free(&graph->decode);
-    dt_plan_free(&graph->chunk);
-    for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
-        dt_plan_free(&graph->drafts[i]);
+    dt_plan_free(&graph->large);
+    for (int32_t i = 0; i < N_PLANS; i++) {
+        dt_plan_free(&graph->plans[i]);
     }
     for (int32_t i = DT_MAX_DEVICES - 1; i >= 0; i--) {
         if (graph->backends[i] && (i == 0 || graph->backends[i] != graph->backends[0])) {
@@ -176,15 +203,19 @@ void dt_graph_free(dt_graph *graph) {
     if (graph->threadpool) {
         graph->free_threadpool(graph->threadpool);
     }
-    release(graph, &graph->scratch);
-    release(graph, &graph->mass);
+    release(graph, &graph->share);
+    release(graph, &graph->jobs);
+    release(graph, &graph->lanes);
+    release(graph, &graph->focus_column);
     release(graph, &graph->spans);
-    free(graph->focus_column);
+    release(graph, &graph->scratch);
+    release(graph, &graph->thread_scratch);
+    release(graph, &graph->mass);
     release(graph, &graph->mass_rows);
     release(graph, &graph->index);
     release(graph, &graph->logits);
-    free(graph->lane_storage);
-    free(graph->lanes);
+    ggml_free(graph->work_ctx);
+    free(graph->first_lane);
     free(graph->ops);
     free(graph);
 }
@@ -193,12 +224,12 @@ void dt_graph_free(dt_graph *graph) {
 
 static size_t mass_stride(int32_t max_entries) { return DT_ROUND_UP((size_t)max_entries, 64); }
 
-/* The spans that a focused batch sees of a lane, into out; *column: where among their entries the focus begins. */
-static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, int32_t block_tokens, dt_kv_span *out,
+/* The spans that a focused sequence sees of a lane, into out; *column: where among their entries the focus begins. */
+static int32_t focus_spans(const dt_kv_lane_view *view, const dt_sequence *seq, int32_t block_tokens, dt_kv_span *out,
                            int32_t *n_entries, int32_t *column) {
     const int32_t n_committed = view->n_entries - view->n_uncommitted;
-    const int32_t first = DT_MAX(n_committed - batch->focus_from, 0) / block_tokens;
-    const int32_t end = DT_MAX(n_committed - batch->focus_to, 0);
+    const int32_t first = DT_MAX(n_committed - seq->focus_from, 0) / block_tokens;
+    const int32_t end = DT_MAX(n_committed - seq->focus_to, 0);
     int32_t n = 0;
     *n_entries = 0;
     for (int32_t i = 0; i < view->n_spans; i++) {
@@ -206,7 +237,7 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
         const bool in_focus = i >= first && begin_entry < end;
         const bool in_batch = end_entry > n_committed;
         if (i == first) {
-            *column = *n_entries + DT_MAX(n_committed - batch->focus_from, 0) - first * block_tokens;
+            *column = *n_entries + DT_MAX(n_committed - seq->focus_from, 0) - first * block_tokens;
         }
         if (i == 0 || in_focus || in_batch) {
             out[n++] = view->spans[i];
@@ -219,85 +250,93 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
 static bool is_elsewhere(const dt_kv *kv, int32_t layer) { return dt_kv_layer(kv, layer)->format.elsewhere; }
 
 /* Whether attention mass is collected on the way. */
-static bool observes(const dt_kv *kv, const dt_batch *batch, int32_t layer) {
-    return batch->observe_layer && batch->observe_layer[layer] && !is_elsewhere(kv, layer);
+static bool observes(const dt_sequence *seq, int32_t layer) {
+    return seq->observe_layer && seq->observe_layer[layer] && !is_elsewhere(seq->kv, layer);
 }
 
-static int32_t n_mass_rows(const dt_batch *batch) { return batch->observe_apart ? batch->n_observed : 1; }
+static int32_t n_mass_rows(const dt_sequence *seq) { return seq->observe_apart ? seq->n_observed : 1; }
 
-/* Points every lane at the cache's content and, in observed layers, at its row of the mass buffer. */
-static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *batch, int32_t max_entries, dt_error *error) {
+static int32_t most_threads(const dt_graph *g) { return DT_MAX(g->params.n_threads, g->params.n_threads_batch); }
+
+/* Deals out the buffers; *whole: where they end. *thread_bytes: what a thread needs. */
+static void deal_out(const dt_graph *g, const dt_sequence *sequences, int32_t n_sequences, share *out, share *whole,
+                     size_t *thread_bytes) {
     const dt_hparams *hp = &g->decoder->hp;
-    size_t n_observed = 0;
-    for (int32_t i = 0; batch->observe_layer && i < hp->n_layers; i++) {
-        n_observed += observes(kv, batch, i) ? (size_t)hp->n_kv_heads[i] : 0;
-    }
-    const size_t lane_floats = mass_stride(max_entries) * (size_t)n_mass_rows(batch);
-    if (n_observed > 0) {
-        const dt_status status = reserve(g, &g->mass, n_observed * lane_floats * sizeof(float), "attention mass", error);
-        if (status != DT_OK) {
-            return status;
-        }
-    }
-    float *mass = g->mass.data;
-    const bool focused = batch->focus_from > 0;
-    if (focused) {
-        size_t n_spans = 0;
+    const dt_attn_kernel *kernel = g->params.kernel;
+    *whole = (share){.token = 0};
+    *thread_bytes = 0;
+    for (int32_t s = 0; s < n_sequences; s++) {
+        const dt_sequence *seq = &sequences[s];
+        size_t scratch = 0, n_observed = 0;
+        int32_t max_entries = 0;
+        out[s] = *whole;
         for (int32_t i = 0; i < hp->n_layers; i++) {
-            n_spans += (size_t)dt_kv_blocks_of(kv, i) * (size_t)hp->n_kv_heads[i];
+            const int32_t length = dt_kv_length(seq->kv, i), n_lanes = hp->n_kv_heads[i];
+            const dt_kv_format *format = &dt_kv_layer(seq->kv, i)->format;
+            if (format->elsewhere) {
+                continue;
+            }
+            const size_t bytes = kernel->scratch_bytes(format, n_lanes, hp->n_heads / n_lanes, seq->n, length);
+            scratch = DT_MAX(scratch, bytes);
+            *thread_bytes = DT_MAX(*thread_bytes, kernel->thread_bytes(format, length));
+            max_entries = DT_MAX(max_entries, length);
+            n_observed += observes(seq, i) ? (size_t)n_lanes : 0;
+            whole->span += seq->focus_from > 0 ? (size_t)dt_kv_blocks_of(seq->kv, i) * (size_t)n_lanes : 0;
         }
-        const dt_status status = reserve(g, &g->spans, n_spans * sizeof(dt_kv_span), "attention spans", error);
-        if (status != DT_OK) {
-            return status;
-        }
+        out[s].mass_stride = mass_stride(max_entries);
+        whole->token += (size_t)seq->n;
+        whole->output += (size_t)seq->n_outputs;
+        whole->scratch += scratch;
+        whole->mass += n_observed * out[s].mass_stride * (size_t)n_mass_rows(seq);
     }
-    dt_kv_span *spans = g->spans.data;
+}
+
+/* Points every lane at the cache's content and, in observed layers, at its rows of the mass buffer. */
+static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
+    const dt_hparams *hp = &g->decoder->hp;
+    const share *from = (share *)g->share.data + number;
+    dt_attn_lane *to = (dt_attn_lane *)g->lanes.data + (size_t)number * g->n_lanes;
+    int32_t *column = (int32_t *)g->focus_column.data + (size_t)number * g->n_lanes;
+    float *mass = (float *)g->mass.data + from->mass;
+    dt_kv_span *spans = (dt_kv_span *)g->spans.data + from->span;
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        const bool observe = observes(kv, batch, i);
-        for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++) {
+        const bool observe = observes(seq, i);
+        for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++, to++, column++) {
             dt_kv_lane_view view;
-            dt_kv_lane(kv, i, lane, &view);
-            g->lanes[i][lane] = (dt_attn_lane){.spans = view.spans,
-                                               .n_spans = view.n_spans,
-                                               .n_entries = view.n_entries,
-                                               .mass = observe ? mass : NULL,
-                                               .value_norm = view.value_norm};
-            mass = observe ? mass + lane_floats : mass;
-            if (focused) {
-                dt_attn_lane *to = &g->lanes[i][lane];
+            dt_kv_lane(seq->kv, i, lane, &view);
+            *to = (dt_attn_lane){.spans = view.spans,
+                                 .n_spans = view.n_spans,
+                                 .n_entries = view.n_entries,
+                                 .mass = observe ? mass : NULL,
+                                 .value_norm = view.value_norm};
+            *column = 0;
+            mass += observe ? from->mass_stride * (size_t)n_mass_rows(seq) : 0;
+            if (seq->focus_from > 0 && !is_elsewhere(seq->kv, i)) {
                 to->spans = spans;
-                to->n_spans = focus_spans(&view, batch, dt_kv_layer(kv, i)->format.block_tokens, spans, &to->n_entries,
-                                          &g->focus_column[to - g->lane_storage]);
+                to->n_spans = focus_spans(&view, seq, dt_kv_layer(seq->kv, i)->format.block_tokens, spans, &to->n_entries, column);
                 to->value_norm = NULL; /* indexed by all of the lane's entries; those of the batch will not stay */
                 spans += to->n_spans;
-            } else {
-                g->focus_column[&g->lanes[i][lane] - g->lane_storage] = 0;
             }
         }
     }
-    return DT_OK;
 }
 
-static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt_batch *batch, int32_t layer, size_t stride) {
+static dt_attn_job make_job(const dt_graph *g, const dt_plan_layer *io, const dt_sequence *seq, int32_t number, int32_t layer) {
     const dt_hparams *hp = &g->decoder->hp;
-    const dt_plan_layer *io = &plan->layers[layer];
-    const size_t f = sizeof(float);
-    const bool observe = observes(kv, batch, layer);
-    g->ops[layer].job = (dt_attn_job){
+    const share *at = (const share *)g->share.data + number;
+    const size_t f = sizeof(float), first = at->token;
+    const bool observe = observes(seq, layer);
+    dt_attn_job job = {
         .kernel = g->params.kernel,
-        .format = &dt_kv_layer(kv, layer)->format,
+        .format = &dt_kv_layer(seq->kv, layer)->format,
         .n_lanes = hp->n_kv_heads[layer],
         .n_rep = hp->n_heads / hp->n_kv_heads[layer],
-        .n_query = batch->n,
+        .n_query = seq->n,
         .scale = hp->attention_scale,
         .softcap = hp->attention_softcap,
         .window = hp->window[layer],
-        .positions = g->index.data,
-        .lanes = g->lanes[layer],
-        .q = io->q->data,
-        .k = io->k->data,
-        .v = io->v->data,
-        .out = io->out->data,
+        .positions = (const int32_t *)g->index.data + first,
+        .lanes = (dt_attn_lane *)g->lanes.data + (size_t)number * g->n_lanes + g->first_lane[layer],
         .q_token_stride = io->q->nb[2] / f,
         .q_head_stride = io->q->nb[1] / f,
         .k_token_stride = io->k->nb[2] / f,
@@ -306,154 +345,153 @@ static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt
         .v_head_stride = (size_t)hp->head_dim_v,
         .out_token_stride = io->out->nb[1] / f,
         .out_head_stride = (size_t)hp->head_dim_v,
-        .mass_row = observe ? g->mass_rows.data : NULL,
-        .n_mass_rows = observe ? n_mass_rows(batch) : 0,
-        .mass_stride = stride,
-        .mass_peak = batch->peak,
-        .scratch = g->scratch.data,
-        .scratch_bytes = g->scratch.bytes,
-        .n_threads = DT_MAX(g->params.n_threads, g->params.n_threads_batch),
+        .mass_row = observe ? (const int32_t *)g->mass_rows.data + first : NULL,
+        .n_mass_rows = observe ? n_mass_rows(seq) : 0,
+        .mass_stride = at->mass_stride,
+        .mass_peak = seq->peak,
+        .scratch = (char *)g->scratch.data + at->scratch,
+        .thread_scratch = g->thread_scratch.data,
+        .thread_bytes = g->thread_scratch.bytes / (size_t)most_threads(g) / 64 * 64,
     };
+    job.q = (const float *)io->q->data + first * job.q_token_stride;
+    job.k = (const float *)io->k->data + first * job.k_token_stride;
+    job.v = (const float *)io->v->data + first * job.v_token_stride;
+    job.out = (float *)io->out->data + first * job.out_token_stride;
+    job.scratch_bytes = (number + 1 < g->ops[layer].n_jobs ? at[1].scratch : g->scratch.bytes) - at->scratch;
+    return job;
 }
 
-static dt_status prepare_jobs(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt_batch *batch, dt_error *error) {
-    const dt_hparams *hp = &g->decoder->hp;
-    const int32_t n_threads = DT_MAX(g->params.n_threads, g->params.n_threads_batch);
-    int32_t max_entries = 0;
-    size_t scratch_bytes = 1;
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        const int32_t length = dt_kv_length(kv, i);
-        max_entries = DT_MAX(max_entries, length);
-        if (is_elsewhere(kv, i)) {
-            continue;
-        }
-        scratch_bytes =
-            DT_MAX(scratch_bytes, g->params.kernel->scratch_bytes(&dt_kv_layer(kv, i)->format, hp->n_kv_heads[i],
-                                                                  hp->n_heads / hp->n_kv_heads[i], batch->n, length, n_threads));
+static dt_status prepare_jobs(dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences,
+                              dt_error *error) {
+    const size_t n = (size_t)n_sequences, n_layers = (size_t)g->decoder->hp.n_layers;
+    dt_status status = reserve(g, &g->share, n * sizeof(share), "the attention jobs", error);
+    if (status != DT_OK) {
+        return status;
     }
-    dt_status status = reserve(g, &g->scratch, scratch_bytes, "attention scratch", error);
-    if (status == DT_OK) {
-        status = reserve(g, &g->mass_rows, (size_t)batch->n * sizeof(int32_t), "attention mass", error);
-    }
-    if (status == DT_OK) {
-        status = reserve(g, &g->index, (size_t)batch->n * sizeof(int32_t), "positions", error);
-    }
-    if (status == DT_OK) {
-        status = connect_lanes(g, kv, batch, max_entries, error);
+    share whole;
+    size_t thread_bytes;
+    deal_out(g, sequences, n_sequences, g->share.data, &whole, &thread_bytes);
+    const struct {
+        growing_buffer *buffer;
+        size_t bytes;
+        const char *what;
+    } needs[] = {
+        {&g->jobs, n_layers * n * sizeof(dt_attn_job), "the attention jobs"},
+        {&g->lanes, n * g->n_lanes * sizeof(dt_attn_lane), "the attention jobs"},
+        {&g->focus_column, n * g->n_lanes * sizeof(int32_t), "the attention jobs"},
+        {&g->spans, whole.span * sizeof(dt_kv_span), "attention spans"},
+        {&g->scratch, whole.scratch, "attention scratch"},
+        {&g->thread_scratch, thread_bytes * (size_t)most_threads(g), "attention scratch"},
+        {&g->mass, whole.mass * sizeof(float), "attention mass"},
+        {&g->mass_rows, whole.token * sizeof(int32_t), "attention mass"},
+        {&g->index, whole.token * sizeof(int32_t), "positions"},
+    };
+    for (size_t i = 0; status == DT_OK && i < sizeof needs / sizeof needs[0]; i++) {
+        status = reserve(g, needs[i].buffer, DT_MAX(needs[i].bytes, 1), needs[i].what, error);
     }
     if (status != DT_OK) {
         return status;
     }
     int32_t *mass_rows = g->mass_rows.data, *positions = g->index.data;
-    for (int32_t i = 0; i < batch->n; i++) {
-        const int32_t observed = i - (batch->n - batch->n_observed);
-        mass_rows[i] = observed < 0 ? -1 : batch->observe_apart ? observed : 0;
-        positions[i] = batch->first_position + i;
+    for (int32_t s = 0; s < n_sequences; s++) {
+        const dt_sequence *seq = &sequences[s];
+        connect_lanes(g, seq, s);
+        for (int32_t i = 0; i < seq->n; i++) {
+            const int32_t observed = i - (seq->n - seq->n_observed);
+            *mass_rows++ = observed < 0 ? -1 : seq->observe_apart ? observed : 0;
+            *positions++ = seq->first_position + i;
+        }
     }
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        if (!is_elsewhere(kv, i)) {
-            fill_job(g, kv, plan, batch, i, mass_stride(max_entries));
+    for (size_t i = 0; i < n_layers; i++) {
+        g->ops[i].jobs = (dt_attn_job *)g->jobs.data + i * n;
+        g->ops[i].n_jobs = n_sequences;
+        for (int32_t s = 0; s < n_sequences && !is_elsewhere(sequences[s].kv, (int32_t)i); s++) {
+            g->ops[i].jobs[s] = make_job(g, &plan->layers[i], &sequences[s], s, (int32_t)i);
         }
     }
     return DT_OK;
 }
 
-static dt_device_sight sight_of(const dt_batch *batch) {
-    return (dt_device_sight){
-        .n_query = batch->n, .first_position = batch->first_position, .focus_from = batch->focus_from, .focus_to = batch->focus_to};
+static dt_status fail_input(const dt_graph *g, int32_t device, dt_error *error) {
+    return dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input", dt_device_name(g->decoder->devices[device]));
 }
 
-static dt_status set_inputs(const dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt_batch *batch, dt_error *error) {
-    const size_t bytes = (size_t)batch->n * sizeof(int32_t);
-    const int32_t first_output = batch->n - batch->n_outputs;
-    bool done = dt_ggml_set(plan->tokens, batch->tokens, 0, bytes);
-    int32_t rows[64];
-    for (int32_t i = 0; done && i < batch->n_outputs; i += 64) {
-        const int32_t n = DT_MIN(batch->n_outputs - i, 64);
-        for (int32_t j = 0; j < n; j++) {
-            rows[j] = first_output + i + j;
-        }
-        done = dt_ggml_set(plan->output_rows, rows, (size_t)i * sizeof rows[0], (size_t)n * sizeof rows[0]);
-    }
-    dt_device_cache *cache = dt_device_cache_of(kv);
-    const dt_device_sight sight = sight_of(batch);
-    for (int32_t i = 0; done && i < plan->n_segments; i++) {
+static dt_device_sight sight_of(const dt_sequence *seq) {
+    return (dt_device_sight){
+        .n_query = seq->n, .first_position = seq->first_position, .focus_from = seq->focus_from, .focus_to = seq->focus_to};
+}
+
+/* What segments are told: positions, and of a cache that is elsewhere where it is to be written and what is seen of it. */
+static dt_status set_segment_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, dt_error *error) {
+    const dt_device_sight sight = sight_of(&sequences[0]);
+    for (int32_t i = 0; i < plan->n_segments; i++) {
         const dt_plan_segment *s = &plan->segments[i];
-        done = s->positions == NULL || dt_ggml_set(s->positions, g->index.data, 0, bytes);
-        if (done && s->masks != NULL) {
-            const dt_status status = dt_device_cache_fill_inputs(cache, kv, &sight, s->device, s->masks, s->rows, s->ring, error);
+        if (s->positions != NULL && !dt_ggml_set(s->positions, g->index.data, 0, ggml_nbytes(s->positions))) {
+            return fail_input(g, s->device, error);
+        }
+        if (s->masks != NULL) {
+            const dt_status status = dt_device_cache_fill_inputs(dt_device_cache_of(sequences[0].kv), sequences[0].kv, &sight,
+                                                                 s->device, s->masks, s->rows, s->ring, error);
             if (status != DT_OK) {
                 return status;
             }
         }
     }
-    return done ? DT_OK : dt_fail(error, DT_ERR_COMPUTE, "a device does not take its input");
-}
-
-static dt_status check_tokens(const dt_graph *g, const dt_batch *batch, dt_error *error) {
-    for (int32_t i = 0; i < batch->n; i++) {
-        if (batch->tokens[i] < 0 || batch->tokens[i] >= g->decoder->hp.n_vocab) {
-            return dt_fail(error, DT_ERR_ARGUMENT, "token %d is not in the model's vocabulary of %d", batch->tokens[i],
-                           g->decoder->hp.n_vocab);
-        }
-    }
     return DT_OK;
 }
 
-/* The plan for a batch, perhaps not built for it yet. Drafts change in length from step to step: for them several are kept. */
-static dt_plan *choose_plan(dt_graph *g, const dt_batch *batch, const dt_plan_params *params) {
-    if (batch->n == 1) {
-        return &g->decode;
+static dt_status set_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences,
+                            dt_error *error) {
+    for (int32_t s = 0; s < n_sequences; s++) {
+        const dt_sequence *seq = &sequences[s];
+        const share *at = (const share *)g->share.data + s;
+        const size_t size = sizeof(int32_t);
+        bool done = dt_ggml_set(plan->tokens, seq->tokens, at->token * size, (size_t)seq->n * size);
+        for (int32_t i = 0; done && i < seq->n_outputs; i++) {
+            const int32_t row = (int32_t)at->token + seq->n - seq->n_outputs + i;
+            done = dt_ggml_set(plan->output_rows, &row, (at->output + (size_t)i) * size, size);
+        }
+        if (!done) {
+            return fail_input(g, plan->segments[plan->n_segments - 1].device, error);
+        }
     }
-    if (batch->n_outputs != batch->n || batch->n > DRAFT_PLAN_TOKENS) {
-        return &g->chunk;
+    return set_segment_inputs(g, plan, sequences, error);
+}
+
+static dt_plan_params params_of(const dt_graph *g, const dt_sequence *sequences, int32_t n_sequences) {
+    dt_plan_params params = {
+        .decoder = g->decoder, .ops = g->ops, .cache = dt_device_cache_of(sequences[0].kv), .no_flash = g->params.no_flash};
+    for (int32_t s = 0; s < n_sequences; s++) {
+        params.n_tokens += sequences[s].n;
+        params.n_outputs += sequences[s].n_outputs;
+        params.observe = params.observe || sequences[s].observe_layer;
+    }
+    return params;
+}
+
+/* The plan for a batch, perhaps not built for it yet. Small batches change in size from step to step, with drafts and with sequences
+ * that come and go: for them several are kept, and the one not used for longest is rebuilt. */
+static dt_plan *choose_plan(dt_graph *g, const dt_plan_params *params) {
+    if (params->n_tokens > SMALL_PLAN_TOKENS) {
+        return &g->large;
     }
     int32_t best = 0;
-    for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
-        if (dt_plan_fits(&g->drafts[i], params)) {
+    for (int32_t i = 0; i < N_PLANS; i++) {
+        if (dt_plan_fits(&g->plans[i], params)) {
             best = i;
             break;
         }
-        best = g->draft_plan_used[i] < g->draft_plan_used[best] ? i : best;
+        best = g->plan_used[i] < g->plan_used[best] ? i : best;
     }
-    g->draft_plan_used[best] = ++g->n_draft_batches;
-    return &g->drafts[best];
-}
-
-/* Room for the batch in the cache, and the plan for it, built. */
-static dt_status prepare(dt_graph *g, dt_kv *kv, const dt_batch *batch, dt_plan **out, dt_error *error) {
-    dt_device_cache *cache = dt_device_cache_of(kv);
-    dt_plan_params params = {.decoder = g->decoder,
-                             .ops = g->ops,
-                             .cache = cache,
-                             .n_tokens = batch->n,
-                             .n_outputs = batch->n_outputs,
-                             .observe = batch->observe_layer != NULL,
-                             .no_flash = g->params.no_flash};
-    const dt_device_sight sight = sight_of(batch);
-    dt_status status = dt_graph_settle(g, kv, error);
-    if (status == DT_OK) {
-        status = dt_kv_append(kv, batch->first_position, batch->n, error);
-    }
-    if (status == DT_OK && cache != NULL) {
-        status = dt_device_cache_reserve(cache, kv, &sight, &params.shape, error);
-    }
-    if (status != DT_OK) {
-        return status;
-    }
-    *out = choose_plan(g, batch, &params);
-    if (!dt_plan_fits(*out, &params)) {
-        status = dt_plan_build(*out, &params, error);
-    }
-    return status == DT_OK ? prepare_jobs(g, kv, *out, batch, error) : status;
+    g->plan_used[best] = ++g->n_small_batches;
+    return &g->plans[best];
 }
 
 static dt_status compute_segments(dt_graph *g, const dt_plan *plan, dt_error *error) {
     for (int32_t i = 0; i < plan->n_segments; i++) {
         const dt_plan_segment *s = &plan->segments[i];
         if (s->in != NULL && !dt_ggml_copy(plan->segments[i - 1].out, s->in)) {
-            return dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input",
-                           dt_device_name(g->decoder->devices[s->device]));
+            return fail_input(g, s->device, error);
         }
         const enum ggml_status computed = dt_ggml_compute(g->backends[s->device], s->cgraph);
         if (computed == GGML_STATUS_ABORTED || (computed == GGML_STATUS_SUCCESS && i + 1 < plan->n_segments && abort_callback(g))) {
@@ -484,26 +522,44 @@ static dt_status fetch_logits(dt_graph *g, const dt_plan *plan, const float **lo
                                                                : dt_fail(error, DT_ERR_COMPUTE, "the device gave no logits");
 }
 
-dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error) {
-    dt_plan *plan = NULL;
-    dt_status status = check_tokens(graph, batch, error);
-    if (status == DT_OK) {
-        status = prepare(graph, kv, batch, &plan, error);
-    }
-    if (status == DT_OK) {
-        status = set_inputs(graph, kv, plan, batch, error);
+/* The batch's plan, built and with its jobs filled in. */
+static dt_status prepare(dt_graph *g, const dt_sequence *sequences, int32_t n_sequences, dt_plan **out, dt_error *error) {
+    dt_plan_params params = params_of(g, sequences, n_sequences);
+    dt_device_cache *cache = dt_device_cache_of(sequences[0].kv);
+    const dt_device_sight sight = sight_of(&sequences[0]);
+    dt_status status = DT_OK;
+    if (cache != NULL) {
+        status = n_sequences == 1 ? dt_device_cache_reserve(cache, sequences[0].kv, &sight, &params.shape, error)
+                                  : dt_fail(error, DT_ERR_INTERNAL, "a sequence whose cache is on a device is computed alone");
     }
     if (status != DT_OK) {
         return status;
     }
-    graph->set_n_threads(graph->backends[0], batch->n == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
+    *out = choose_plan(g, &params);
+    if (!dt_plan_fits(*out, &params)) {
+        status = dt_plan_build(*out, &params, error);
+    }
+    return status == DT_OK ? prepare_jobs(g, *out, sequences, n_sequences, error) : status;
+}
+
+dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
+                           dt_error *error) {
+    dt_plan *plan = NULL;
+    dt_status status = prepare(graph, sequences, n_sequences, &plan, error);
+    if (status == DT_OK) {
+        status = set_inputs(graph, plan, sequences, n_sequences, error);
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    graph->set_n_threads(graph->backends[0], plan->n_tokens == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
     status = compute_segments(graph, plan, error);
     if (status == DT_OK) {
         status = fetch_logits(graph, plan, logits, error);
     }
-    if (status == DT_OK && dt_device_cache_of(kv) != NULL) {
-        const dt_device_sight sight = sight_of(batch);
-        dt_device_cache_computed(dt_device_cache_of(kv), &sight);
+    if (status == DT_OK && dt_device_cache_of(sequences[0].kv) != NULL) {
+        const dt_device_sight sight = sight_of(&sequences[0]);
+        dt_device_cache_computed(dt_device_cache_of(sequences[0].kv), &sight);
     }
     return status;
 }
@@ -519,10 +575,21 @@ dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int3
                                    &out->stride, &out->n_queries, error);
 }
 
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row) {
-    const dt_attn_lane *l = &graph->lanes[layer][lane];
-    const size_t column = (size_t)graph->focus_column[l - graph->lane_storage];
-    return l->mass ? l->mass + (size_t)row * graph->ops[layer].job.mass_stride + column : NULL;
+const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row) {
+    const size_t index = (size_t)sequence * graph->n_lanes + (size_t)(graph->first_lane[layer] + lane);
+    const float *mass = ((const dt_attn_lane *)graph->lanes.data)[index].mass;
+    const size_t column = (size_t)((const int32_t *)graph->focus_column.data)[index];
+    return mass ? mass + (size_t)row * graph->ops[layer].jobs[sequence].mass_stride + column : NULL;
+}
+
+void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user) {
+    graph->work = fn;
+    graph->work_user = user;
+    graph->set_n_threads(graph->backends[0], most_threads(graph));
+    if (dt_ggml_compute(graph->backends[0], graph->work_graph) != GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
+        fn(user, 0, 1);
+    }
+    graph->work = NULL;
 }
 
 int64_t dt_graph_attention_us(const dt_graph *graph) {

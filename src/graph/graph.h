@@ -1,12 +1,13 @@
 /*
- * Runs a decoder over a batch of tokens with one session's KV cache: the only big user of ggml.
+ * Runs a decoder over a batch of tokens of one or more sequences, each with a KV cache of its own: the only big user of ggml.
  *
- * The ggml graph of a batch size is built and allocated once and reused as long as batches keep that size, so a
- * decode step builds nothing: lengths, pointers and positions that change from step to step live in the attention
- * jobs that the graph's custom operators point to, not in the graph.
+ * Attention is computed sequence by sequence; all else, and so the reading of the weights, is shared by the whole batch. The ggml graph
+ * of a batch size is built and allocated once and reused as long as batches keep that size, so a decode step builds nothing: lengths,
+ * pointers and positions that change from step to step live in the attention jobs that the graph's custom operators point to.
  *
- * Invariant: dt_graph_compute leaves the batch's entries in the cache uncommitted, whether it succeeds or
- * fails; the caller commits or takes them back.
+ * Invariant: a sequence's tokens are appended to its cache, uncommitted, before dt_graph_compute, and are so after it, whether it
+ * succeeds or fails; the caller commits or takes them back. A sequence with layers whose cache is elsewhere is computed alone, and
+ * dt_graph_settle was called before its tokens were appended.
  */
 #ifndef DT_GRAPH_H
 #define DT_GRAPH_H
@@ -21,7 +22,7 @@ typedef struct dt_graph_params {
     const dt_attn_kernel *kernel;       /* of layers whose cache is in blocks */
     bool no_flash;                      /* elsewhere: no fused attention */
     int32_t n_threads, n_threads_batch; /* for one token, for more */
-    /* Called now and then by the computing thread while a batch of several tokens runs; true stops it. May be NULL. */
+    /* Called now and then by the computing thread while a batch runs; true stops it. May be NULL. */
     bool (*should_abort)(void *user);
     void *user;
 } dt_graph_params;
@@ -31,8 +32,10 @@ dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_gr
                        dt_error *error);
 void dt_graph_free(dt_graph *graph);
 
-typedef struct dt_batch {
-    const int32_t *tokens; /* [n] */
+/* One sequence's part of a batch. */
+typedef struct dt_sequence {
+    dt_kv *kv;             /* has the tokens as its uncommitted entries */
+    const int32_t *tokens; /* [n] of the vocabulary */
     int32_t n, first_position;
     int32_t n_outputs;         /* logits wanted for the last n_outputs tokens, >= 1 */
     const bool *observe_layer; /* [L]: collect attention mass there; NULL = nowhere */
@@ -42,18 +45,22 @@ typedef struct dt_batch {
     /* Where focus_from > 0, queries see of the cache only its first block, the focus = the committed entries from the
      * focus_from-last to before the focus_to-last (rounded outwards to blocks), and the batch itself. */
     int32_t focus_from, focus_to;
-} dt_batch;
+} dt_sequence;
 
-/* Appends the batch to the cache (uncommitted) and computes. *logits: [n_outputs][V], the graph's own until its next call.
- * DT_ERR_CANCELLED when should_abort said so. */
-dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error);
+/* *logits: [sum of n_outputs][V], sequence by sequence, the graph's own until its next call. DT_ERR_CANCELLED when should_abort said
+ * so. */
+dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
+                           dt_error *error);
 
-/* Attention mass that the last batch's observed queries gave to each entry of a lane, or of its focus; entry order as in the cache
- * before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where the layer was not
- * observed or is elsewhere (dt_graph_observe). */
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row);
+/* Attention mass that the observed queries of one of the last batch's sequences gave to each entry of a lane, or of its focus; entry
+ * order as in the cache before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where
+ * the layer was not observed, or is elsewhere (dt_graph_observe). */
+const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row);
 
-/* Plays on devices what rounds have moved; to be called before entries are appended otherwise than by dt_graph_compute. */
+/* Calls fn on every thread, as ggml's operators are called: for work that is dealt out by ith of nth. Returns when all are done. */
+void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user);
+
+/* Plays on devices what rounds have moved; to be called before entries are appended. */
 dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error);
 
 /* For a layer whose cache is elsewhere, before a round: how much attention the newest queries that were not told yet gave its entries,
