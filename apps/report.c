@@ -80,6 +80,18 @@ static void receive_log(dt_log_level level, const char *line, void *user) {
     print_line(level, line);
 }
 
+int dt_print_devices(void) {
+    dt_error error;
+    char *text = NULL;
+    if (dt_devices_describe(&text, &error) != DT_OK) {
+        fprintf(stderr, "error: %s\n", error.message);
+        return 1;
+    }
+    fputs(text, stdout);
+    dt_free(text);
+    return 0;
+}
+
 void dt_report_init(dt_log_level level, bool bar) {
     report.level = level;
     report.bar = bar && level >= DT_LOG_INFO && isatty(STDERR_FILENO);
@@ -371,7 +383,7 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
     json_object_set_new(root, "n_layers", json_integer(info->n_layers));
     json_object_set_new(root, "threads", json_integer(s.n_threads));
     json_object_set_new(root, "kernel", json_text(s.kernel));
-    json_object_set_new(root, "device", json_string("cpu"));
+    json_object_set_new(root, "device", json_text(info->device));
     json_object_set_new(root, "prompt_tokens", json_integer(numbers->prompt_tokens));
     json_object_set_new(root, "prefill_ms", json_number(s.prefill_ms));
     json_object_set_new(root, "prefill_tps", json_number(per_second(s.prefill_tokens, s.prefill_ms)));

@@ -10,10 +10,20 @@
 #include "engine/session.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define LEAST_CHUNK 32
 #define BUDGET_STEPS 256 /* budgets between the least and the full one that are tried */
 #define MIB 1048576.0
+
+/* A layer's cache is elsewhere where the layer is, or where ggml's operators were asked for. */
+static bool is_elsewhere(const dt_model *model, const dt_session_params *params, int32_t layer) {
+    return model->decoder->layer_device[layer] > 0 || dt_kernel_is_ggml(params->kernel);
+}
+
+bool dt_kernel_is_ggml(const char *kernel) {
+    return kernel != NULL && (strcmp(kernel, "ggml") == 0 || strcmp(kernel, "ggml_matmul") == 0);
+}
 
 dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_params *params, const dt_budget *budgets) {
     const dt_hparams *hp = &model->decoder->hp;
@@ -24,6 +34,9 @@ dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_pa
         layers[i].window = hp->window[i];
         dt_kv_format_init(&layers[i].format, params->kv_type, params->kv_type, hp->head_dim_k, hp->head_dim_v,
                           params->kv_block_tokens);
+        if (is_elsewhere(model, params, i)) {
+            dt_kv_format_move_elsewhere(&layers[i].format);
+        }
     }
     return layers;
 }
@@ -71,7 +84,8 @@ static uint64_t weigh(plan *p, bool evicts) {
         return 0;
     }
     measure_lanes(p, evicts);
-    p->bytes = dt_kv_bytes_bound(layers, p->model->info.n_layers, p->longest, p->total);
+    p->bytes = dt_kv_bytes_bound(layers, p->model->info.n_layers, p->longest, p->total) +
+               dt_device_cache_bytes_bound(p->model->decoder, layers, p->longest);
     free(layers);
     return p->bytes;
 }
