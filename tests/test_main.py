@@ -100,7 +100,6 @@ def test_help_and_version():
     (["--kv-memory", "2X"], "--kv-memory needs a size"),
     (["--kv-memory", "0"], "--kv-memory needs a size"),
     (["--kv-memory", "-1M"], "--kv-memory needs a size"),
-    (["--device", "cuda"], "there is no flag --device"),
     (["-n"], "-n needs a value"),
     (["text without flag"], "is no flag"),
     (["-f", "a.txt"], "not both"),
