@@ -300,7 +300,9 @@ static json_t *begin_result(const eval *e, const command *c) {
 static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *error) {
     dt_status status = c->run == eval_ab ? eval_ab_read(e, error) : DT_OK;
     if (status == DT_OK) {
-        status = dt_model_open(e->options->shared.model, NULL, &e->model, error);
+        dt_model_params model_params;
+        dt_shared_options_model(&e->options->shared, &model_params);
+        status = dt_model_open(e->options->shared.model, &model_params, &e->model, error);
     }
     if (status == DT_OK) {
         status = make_settings(e, error);

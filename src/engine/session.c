@@ -45,12 +45,15 @@ static dt_status join_group(dt_session *s, dt_error *error) {
     dt_session_params *p = &s->params;
     if (!p->group) {
         const dt_group_params own = {.n_threads = p->n_threads, .n_threads_batch = p->n_threads_batch, .kernel = p->kernel};
-        return dt_group_new_private(s->model, &own, &s->group, error);
+        const dt_status status = dt_group_new_private(s->model, &own, &s->group, error);
+        p->kernel = status == DT_OK ? s->group->kernel_name : NULL;
+        return status;
     }
     if (p->group->model != s->model) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the group is of another model than the session");
     }
     s->group = p->group;
+    p->kernel = s->group->kernel_name;
     s->group->n_sessions++;
     return DT_OK;
 }
@@ -75,9 +78,32 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     if (!layers) {
         return dt_fail_memory(error, (size_t)s->model->info.n_layers * sizeof *layers, "the cache");
     }
-    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
+    dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
+    bool any_elsewhere = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any_elsewhere = any_elsewhere || layers[i].format.elsewhere;
+    }
+    if (status == DT_OK && any_elsewhere) {
+        dt_kv_home *home = NULL;
+        status = dt_device_cache_new(s->model->decoder, &s->kv_memory->memory, layers, &home, error);
+        dt_kv_set_home(s->kv, home);
+    }
     free(layers);
     return status;
+}
+
+/* Merging into memory slots reads keys and values, which a device keeps to itself. */
+static void drop_slots_elsewhere(const dt_session *s, dt_budget *budgets) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        if (budgets[i].memory_slots > 0 && dt_kv_plan_is_elsewhere(s->model, &s->params, i)) {
+            budgets[i].memory_slots = 0;
+            any = true;
+        }
+    }
+    if (any) {
+        dt_log(DT_LOG_INFO, "layers on a device have no memory slots; what is evicted there is dropped");
+    }
 }
 
 /* The cache, after settings and budgets were fitted into the memory that was granted. */
@@ -93,6 +119,7 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
         budgets[i] = *dt_eviction_budget(eviction, i);
     }
     s->params.eviction = NULL; /* the caller may free it after this */
+    drop_slots_elsewhere(s, budgets);
     dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, error);
     if (status == DT_OK) {
         s->max_tokens = eviction && keeps_distances_short(s, budgets) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
@@ -283,9 +310,46 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
     return status;
 }
 
+static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
+
+/* Where a cache is elsewhere, attention is told once, before a round: by the newest queries since the last one. */
+static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || !dt_kv_exceeds(s->kv, i, 0)) {
+            continue;
+        }
+        dt_observed observed;
+        const dt_status status = dt_graph_observe(s->group->graph, s->kv, i, s->n_tokens, &observed, error);
+        if (status != DT_OK) {
+            return status;
+        }
+        float weight = 0;
+        for (int32_t q = 0; q < observed.n_queries; q++) {
+            weight += s->query_weights[(s->n_tokens - 1 - q) % DT_OBSERVE_WINDOW] / (float)observed.n_queries;
+        }
+        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            const size_t at = (size_t)lane * observed.stride;
+            for (int32_t e = 0; e < view.n_entries; e++) { /* a model that overflowed must not break the cache's own sums */
+                view.value_norm[e] = dt_is_finite(observed.norms[at + (size_t)e]) ? observed.norms[at + (size_t)e] : 0;
+            }
+            dt_mass_fold(view.recent_mass, view.total_mass, observed.mass + at, view.n_entries, observed.n_queries, weight);
+        }
+    }
+    return DT_OK;
+}
+
+void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
+    s->query_weights[position % DT_OBSERVE_WINDOW] = weight;
+}
+
 dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
+    if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
+        status = observe_elsewhere(s, error);
+    }
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         dt_round_result result;
         status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
@@ -361,6 +425,9 @@ static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities)
 dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilities, dt_error *error) {
     const int64_t start = dt_clock_us();
     fold_kept(s, n_keep, probabilities);
+    for (int32_t i = 0; i < n_keep; i++) {
+        dt_session_note_weight(s, s->n_tokens + i, dt_query_weight(probabilities[i]));
+    }
     dt_kv_commit(s->kv, n_keep);
     s->n_tokens += n_keep;
     s->stats.draft_proposed += s->n_draft - 1;
@@ -397,6 +464,7 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
     s->n_tokens = from->n_tokens;
     s->whole_from = from->whole_from;
     s->peaks_until = from->peaks_until;
+    memcpy(s->query_weights, from->query_weights, sizeof s->query_weights);
     return DT_OK;
 }
 
@@ -404,7 +472,7 @@ dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, d
     dt_session_params params = from->params;
     params.eviction = eviction;
     params.evict = mode;
-    params.kernel = from->group->kernel->name; /* the caller's text may be gone */
+    params.kernel = from->group->kernel_name; /* the caller's text may be gone */
     dt_session *s = NULL;
     dt_status status = session_new(from->model, &params, from, &s, error);
     if (status == DT_OK) {
@@ -599,11 +667,16 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
         status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
+            status = dt_graph_settle(s->group->graph, s->kv, error);
+        }
+        if (status == DT_OK) {
             status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
         }
         for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
-            for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {
-                dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state);
+            for (int32_t lane = 0; status == DT_OK && lane < info->n_kv_heads[i]; lane++) {
+                if (!dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state)) {
+                    status = dt_fail(error, DT_ERR_MEMORY, "the device does not take %d random tokens", chunk);
+                }
             }
         }
         if (status == DT_OK) {
@@ -647,7 +720,7 @@ static uint64_t step_bytes(const dt_session *s) {
 
 void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     *out = session->stats;
-    out->kernel = session->group->kernel->name;
+    out->kernel = session->group->kernel_name;
     out->n_tokens = session->n_tokens;
     out->n_ctx = session->max_tokens;
     out->n_threads = session->group->n_threads;

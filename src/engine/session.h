@@ -32,7 +32,9 @@ struct dt_session {
     float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
     void *note;        /* the application's, saved with the session */
     size_t note_bytes;
-    bool *observe_layer;       /* [L] */
+    bool *observe_layer; /* [L] */
+    float query_weights
+        [DT_OBSERVE_WINDOW];   /* of the last queries, by position, for caches that are elsewhere; 1 for what is unknown */
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
@@ -57,6 +59,11 @@ bool dt_session_choose_observed(dt_session *session, int32_t n, int64_t n_follow
 bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more);
 /* What is due after a step: repetition where scores come from it, then a round. */
 dt_status dt_session_evict(dt_session *session, dt_error *error);
+
+/* Remembers what the query at a position counts for in scores. */
+void dt_session_note_weight(dt_session *session, int32_t position, float weight);
+/* Whether the cache has the form that files have. */
+dt_status dt_session_check_plain(const dt_session *session, dt_error *error);
 
 /* ---- drafts: several tokens computed at once, of which some may be taken back ----
  * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session

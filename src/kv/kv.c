@@ -18,7 +18,7 @@ static size_t block_bytes(const dt_kv_layer_state *layer) { return sizeof(dt_kv_
 
 static bool same_format(const dt_kv_format *a, const dt_kv_format *b) {
     return a->type_k == b->type_k && a->type_v == b->type_v && a->dim_k == b->dim_k && a->dim_v == b->dim_v &&
-           a->block_tokens == b->block_tokens;
+           a->block_tokens == b->block_tokens && a->elsewhere == b->elsewhere;
 }
 
 static void *block_new(dt_kv *kv, const dt_kv_layer_state *layer) {
@@ -150,11 +150,8 @@ static void key_copy(char *to, const char *from, int32_t count, size_t piece) {
     }
 }
 
-/* Entry `from` overwrites entry `to`, whose block must be this cache's own. */
-static void entry_move(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t to, int32_t from) {
-    const dt_kv_format *f = &layer->params.format;
-    void *to_block = lane->spans[to / f->block_tokens].block, *from_block = lane->spans[from / f->block_tokens].block;
-    const int32_t t = to % f->block_tokens, s = from % f->block_tokens;
+/* The key and value of entry s of a block overwrite those of entry t of another. */
+static void row_move(const dt_kv_format *f, void *to_block, int32_t t, void *from_block, int32_t s) {
     char *to_key = (char *)to_block + dt_kv_key_offset(f, t, 0);
     const char *from_key = (const char *)from_block + dt_kv_key_offset(f, s, 0);
     if (f->type_k == DT_KV_F16) {
@@ -167,6 +164,18 @@ static void entry_move(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, i
     memcpy((char *)to_block + f->v_offset + (size_t)t * row, (const char *)from_block + f->v_offset + (size_t)s * row, row);
     if (f->type_v == DT_KV_INT8) {
         dt_kv_v_scale(f, to_block)[t] = dt_kv_v_scale(f, from_block)[s];
+    }
+}
+
+/* Entry `from` overwrites entry `to`, whose block must be this cache's own. */
+static void entry_move(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t to, int32_t from) {
+    const dt_kv_format *f = &layer->params.format;
+    void *to_block = lane->spans[to / f->block_tokens].block, *from_block = lane->spans[from / f->block_tokens].block;
+    const int32_t t = to % f->block_tokens, s = from % f->block_tokens;
+    if (f->elsewhere) {
+        kv->home->ops->move(kv->home, (int32_t)(layer - kv->layers), (int32_t)(lane - layer->lanes), to, from);
+    } else {
+        row_move(f, to_block, t, from_block, s);
     }
     dt_kv_position(f, to_block)[t] = dt_kv_position(f, from_block)[s];
     if (layer->has_mass) {
@@ -239,10 +248,10 @@ static void remove_finish(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_
             filler++;
             victim++;
         }
-        entry_move(layer, lane, victims[hole], filler);
+        entry_move(kv, layer, lane, victims[hole], filler);
     }
     for (int32_t i = 0; n > 0 && i < n_behind; i++) {
-        entry_move(layer, lane, n_left + i, n_committed + i);
+        entry_move(kv, layer, lane, n_left + i, n_committed + i);
     }
     lane_cut(kv, layer, lane, n_left + n_behind);
 }
@@ -338,6 +347,9 @@ void dt_kv_clear(dt_kv *kv) {
         }
     }
     spare_free(kv);
+    if (kv->home != NULL) {
+        kv->home->ops->clear(kv->home);
+    }
     dt_memory_free(kv->memory, kv->scratch, kv->scratch_bytes);
     kv->scratch = NULL;
     kv->scratch_bytes = 0;
@@ -353,12 +365,19 @@ void dt_kv_free(dt_kv *kv) {
     if (kv->layers != NULL && kv->lanes != NULL) {
         dt_kv_clear(kv);
     }
+    if (kv->home != NULL) {
+        kv->home->ops->free(kv->home);
+    }
     dt_memory_free(kv->memory, kv->layers, layers_bytes(kv));
     dt_memory_free(kv->memory, kv->lanes, lanes_bytes(kv));
     dt_memory_free(kv->memory, kv, sizeof *kv);
 }
 
-dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) {
+void dt_kv_set_home(dt_kv *kv, dt_kv_home *home) { kv->home = home; }
+
+dt_kv_home *dt_kv_get_home(const dt_kv *kv) { return kv->home; }
+
+static dt_status new_like(const dt_kv *kv, bool with_content, dt_kv **out, dt_error *error) {
     *out = NULL;
     dt_kv_layer_params *params = dt_memory_alloc(kv->memory, (size_t)kv->n_layers * sizeof *params);
     if (params == NULL) {
@@ -367,17 +386,25 @@ dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         params[i] = kv->layers[i].params;
     }
-    const dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, out, error);
+    dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, out, error);
     dt_memory_free(kv->memory, params, (size_t)kv->n_layers * sizeof *params);
+    if (status == DT_OK && kv->home != NULL) {
+        status = kv->home->ops->copy(kv->home, with_content, &(*out)->home, error);
+    }
     if (status == DT_OK) {
         (*out)->total_cache_size = kv->total_cache_size;
+    } else {
+        dt_kv_free(*out);
+        *out = NULL;
     }
     return status;
 }
 
+dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) { return new_like(kv, false, out, error); }
+
 dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     dt_kv *fork = NULL;
-    const dt_status status = dt_kv_new_like(kv, &fork, error);
+    const dt_status status = new_like(kv, true, &fork, error);
     *out = NULL;
     if (status != DT_OK) {
         return status;
@@ -799,6 +826,7 @@ void *dt_kv_scratch(dt_kv *kv, size_t bytes) {
 size_t dt_kv_bytes(const dt_kv *kv) {
     size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv) + kv->scratch_bytes;
     bytes += kv->spare == NULL ? 0 : block_bytes(&kv->layers[kv->spare_layer]);
+    bytes += kv->home == NULL ? 0 : kv->home->ops->bytes(kv->home);
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
@@ -812,6 +840,7 @@ size_t dt_kv_bytes(const dt_kv *kv) {
 
 size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
     size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv);
+    bytes += kv->home == NULL ? 0 : kv->home->ops->bytes_for(kv->home, n);
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         const int32_t blocks = dt_kv_blocks(&layer->params.format, n);

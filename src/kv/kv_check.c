@@ -109,8 +109,10 @@ static dt_status check_numbers(const check *c, const dt_kv_layer_state *layer, c
               (double)lane->peak_mass[entry]);
         CHECK(c, lane->bias == NULL || dt_is_finite(lane->bias[entry]) || lane->bias[entry] < 0, "entry %d has a bias of %f", entry,
               (double)lane->bias[entry]);
-        CHECK(c, f->type_k != DT_KV_INT8 || is_amount(dt_kv_k_scale(f, block)[i]), "entry %d has a bad key scale", entry);
-        CHECK(c, f->type_v != DT_KV_INT8 || is_amount(dt_kv_v_scale(f, block)[i]), "entry %d has a bad value scale", entry);
+        CHECK(c, f->elsewhere || f->type_k != DT_KV_INT8 || is_amount(dt_kv_k_scale(f, block)[i]), "entry %d has a bad key scale",
+              entry);
+        CHECK(c, f->elsewhere || f->type_v != DT_KV_INT8 || is_amount(dt_kv_v_scale(f, block)[i]), "entry %d has a bad value scale",
+              entry);
     }
     return DT_OK;
 }

@@ -35,6 +35,7 @@ typedef struct dt_kv_layer_state {
 
 struct dt_kv {
     dt_memory *memory;
+    dt_kv_home *home; /* NULL, or where layers are that have format.elsewhere */
     dt_kv_layer_state *layers;
     dt_kv_lane_state *lanes; /* of all layers */
     int32_t *lane_max;       /* [n_lanes] copies of the budgets' lists */
