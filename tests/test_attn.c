@@ -342,9 +342,12 @@ static const dt_attn_kernel *fast_kernel(int32_t i) {
 
 #define INT16_TOLERANCE 1e-3f /* about what rounding to the F16 of the cache did before */
 
-/* Tiles in 16-bit integers round more than F32 and have a reference of their own, which rounds alike. */
-static bool in_int16(const dt_attn_kernel *kernel, const dt_attn_job *job) {
+/* Tiles, of many rows, round more than F32. Those in 16-bit integers have a reference of their own, which rounds alike. */
+static bool in_tiles(const dt_attn_kernel *kernel, const dt_attn_job *job) {
     return kernel->int16 != NULL && job->n_query * job->n_rep > DT_ATTN_SPAN_ROWS;
+}
+static bool in_int16(const dt_attn_kernel *kernel, const dt_attn_job *job) {
+    return kernel->split == NULL && in_tiles(kernel, job);
 }
 
 static void describe(const char *kernel, const scene_params *p) {
@@ -403,7 +406,8 @@ static void check_scene(const scene_params *params, int32_t n_threads) {
         const dt_attn_kernel *kernel = fast_kernel(i);
         const bool int16 = in_int16(kernel, &s->job);
         run_scene(kernel, s, n_threads);
-        const bool bytes = kernel->int16 != NULL && (params->type_k == DT_KV_INT8 || params->type_v == DT_KV_INT8);
+        const bool bytes =
+            kernel->int16 != NULL && (params->type_k == DT_KV_INT8 || params->type_v == DT_KV_INT8 || in_tiles(kernel, &s->job));
         compare(kernel->name, s, "out", s->out, int16 ? out_int16 : out, s->n_out, (int16 || bytes ? 1e-4f : 2e-5f) * unit);
         if (params->mass != MASS_NONE) {
             /* holes may leave a query nothing to see */
@@ -669,7 +673,7 @@ static void test_batch_size_does_not_matter(void **state) {
             float *out = copy_of(s->out, s->n_out);
             for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
                 const int32_t smallest = p.n_query % sizes[i] != 0 ? p.n_query % sizes[i] : sizes[i];
-                if (in_int16(fast_kernel(k), &s->job) && smallest * p.n_rep <= DT_ATTN_SPAN_ROWS) {
+                if (in_tiles(fast_kernel(k), &s->job) && smallest * p.n_rep <= DT_ATTN_SPAN_ROWS) {
                     continue; /* would go by span, in F32 */
                 }
                 poison(out, s->n_out);

@@ -1,6 +1,6 @@
 /*
- * Matrix products with quantized weights, for x86 without AMX: for prompts 1.1 times (Q5_K) to 7 times (Q4_1) as fast as ggml's,
- * which tiles over rows and tokens for some types only. Weights are packed once, when the model is loaded, into a layout that serves
+ * Matrix products with quantized weights, for x86: for prompts 1.1 times (Q5_K) to 7 times (Q4_1) as fast as ggml's without AMX,
+ * which tiles over rows and tokens for some types only; with AMX FIXME. Weights are packed once, when the model is loaded, into a layout that serves
  * one token and many alike, so no second copy is kept.
  *
  *   y[token][row] = sum over i of w[row][i] * x[token][i]
@@ -36,6 +36,7 @@ typedef struct dt_gemm_matrix {
 
 typedef struct dt_gemm_kernel {
     const char *name;
+    bool has_amx;
     bool (*supported)(void);
     /* x: [n_tokens][n_in], stride in floats. Every thread packs some tiles. */
     void (*pack_inputs)(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith, int32_t nth);
