@@ -498,6 +498,27 @@ static void test_every_head_size(void **state) {
     }
 }
 
+/* With AMX tiles grow with the rows there are. */
+static void test_large_tiles(void **state) {
+    (void)state;
+    if (dt_attn_kernel_find("amx_bf16", NULL) == NULL) {
+        print_message("kernel amx_bf16: not supported by this machine\n");
+        skip();
+    }
+    scene_params p = plain;
+    p.n_lanes = 1;
+    p.n_query = 700;
+    p.n_old = 40;
+    p.dim_k = p.dim_v = 24;
+    p.mass = MASS_LAST;
+    for (int32_t i = 0; i < 2; i++) {
+        p.type_k = p.type_v = i == 0 ? DT_KV_F16 : DT_KV_INT8;
+        p.window = i == 0 ? 0 : 100;
+        p.ragged = i == 1;
+        check_scene(&p, 1);
+    }
+}
+
 static void test_masked_rows_are_zero(void **state) {
     (void)state;
     static const int32_t queries[] = {1, 9, 40};
@@ -773,11 +794,11 @@ static void test_extreme_inputs_stay_finite(void **state) {
 /* A broken model must be seen by whoever checks the logits: its NaN must not turn into zeros. */
 static void test_nan_in_a_query_is_not_hidden(void **state) {
     (void)state;
-    static const int32_t old[] = {0, 15, 300};
-    for (size_t i = 0; i < 3; i++) {
+    static const int32_t old[] = {0, 15, 300, 300}, queries[] = {2, 2, 2, 40};
+    for (size_t i = 0; i < 4; i++) {
         scene_params p = plain;
         p.n_old = old[i];
-        p.n_query = 2;
+        p.n_query = queries[i];
         scene *s = make_scene(&p);
         s->q[0] = NAN;
         for (int32_t k = -1; k < 0 || fast_kernel(k) != NULL; k++) {
@@ -848,6 +869,7 @@ int main(void) {
         cmocka_unit_test(test_stored_numbers_are_close),
         cmocka_unit_test(test_every_head_size),
         cmocka_unit_test(test_random_scenes),
+        cmocka_unit_test(test_large_tiles),
         cmocka_unit_test(test_masked_rows_are_zero),
         cmocka_unit_test(test_threads_do_not_matter),
         cmocka_unit_test(test_batch_size_does_not_matter),
