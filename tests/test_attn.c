@@ -506,7 +506,7 @@ static void test_large_tiles(void **state) {
         skip();
     }
     scene_params p = plain;
-    p.n_lanes = 1;
+    p.n_lanes = 2;
     p.n_query = 700;
     p.n_old = 40;
     p.dim_k = p.dim_v = 24;

@@ -19,6 +19,13 @@ bool dt_amx_usable(void);
  * kernel, which was asked now. The answer is kept. */
 bool dt_amx_ready(void);
 
+/* Shapes of the eight tiles; palette 1, as the instruction manual lays it out. All zero: no tiles. */
+typedef struct dt_amx_table {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} dt_amx_table;
+
 #if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
 #if __has_include(<amxint8intrin.h>) /* the compiler, and so the assembler, knows AMX */
 #define DT_HAVE_AMX 1
@@ -28,13 +35,6 @@ bool dt_amx_ready(void);
 #if defined(DT_HAVE_AMX)
 
 enum { DT_AMX_ROWS = 16, DT_AMX_ROW_BYTES = 64, DT_AMX_TILE_BYTES = DT_AMX_ROWS * DT_AMX_ROW_BYTES };
-
-/* Shapes of the eight tiles; palette 1, as the instruction manual lays it out. All zero: no tiles. */
-typedef struct dt_amx_table {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} dt_amx_table;
 
 static inline void dt_amx_begin(const dt_amx_table *table, dt_amx_table *old) {
     __asm__ volatile("sttilecfg %0\n\tldtilecfg %1" : "=m"(*old) : "m"(*table) : "memory");
