@@ -212,8 +212,10 @@ typedef struct dt_session_params {
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
     dt_kv_type kv_type;
     dt_prefill prefill;
-    const char *kernel; /* of attention: "reference", "avx2", "avx512"... (unknown ones are refused with the list); NULL = "auto".
-                           "ggml": by ggml's operators, as devices do; "ggml_matmul": without its fused attention */
+    const char
+        *kernel; /* of attention: "amx_bf16", "avx512_vnni", "avx512", "avx2", "neon", "reference"... (unknown ones are refused
+                           with the list); NULL = "auto", the fastest that this machine has. "ggml": by ggml's operators, as devices
+                           do; "ggml_matmul": without its fused attention */
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
