@@ -287,6 +287,15 @@ dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t
                                dt_error *error);
 dt_status dt_session_check(const dt_session *session, dt_error *error); /* the whole structure of the cache; for tests */
 
+/* Learns, once per model, to foretell the scores of reconstruct (docs/eviction-config.md, score predict). */
+typedef struct dt_calibration dt_calibration;
+dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_error *error);
+/* Adds what the session found out about its text: one of DT_EVICT_HELD with score reconstruct. */
+dt_status dt_calibration_add(dt_calibration *calibration, const dt_session *session, dt_error *error);
+/* An eviction config with what was learned, and that shared budget. *out: free with dt_free. */
+dt_status dt_calibration_config(const dt_calibration *calibration, int32_t total_cache_size, char **out, dt_error *error);
+void dt_calibration_free(dt_calibration *calibration);
+
 /* ---- many sessions at once ---------------------------------------------------------------------- */
 
 typedef struct dt_group_params {
