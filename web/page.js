@@ -118,7 +118,10 @@ function request() {
   };
   if ($("temperature").value !== "") body.temperature = Number($("temperature").value);
   if ($("max-tokens").value !== "") body.max_tokens = Number($("max-tokens").value);
-  if (server?.eviction?.override) body.eviction = $("evict").checked ? { preset: $("preset").value } : { enabled: false };
+  if (server?.eviction?.override) { // nothing is sent for what the server does by itself
+    if (!$("evict").checked) body.eviction = { enabled: false };
+    else if ($("preset").value !== "") body.eviction = { preset: $("preset").value };
+  }
   return body;
 }
 
@@ -229,9 +232,10 @@ async function begin() {
     $("model").textContent = server.model;
     $("key-row").hidden = !server.api_key;
     $("max-tokens").placeholder = server.max_tokens ?? "";
-    $("preset").replaceChildren(...server.eviction.presets.map((name) => new Option(name, name)));
-    const own = server.eviction.presets.find((name) => server.eviction.name === `preset ${name}`);
-    $("preset").value = server.eviction.presets.includes(kept.preset) ? kept.preset : own ?? server.eviction.presets[0];
+    const own = server.eviction.enabled ? [new Option(server.eviction.name, "")] : [];
+    const others = server.eviction.presets.filter((name) => !server.eviction.enabled || server.eviction.name !== `preset ${name}`);
+    $("preset").replaceChildren(...own, ...others.map((name) => new Option(name, name)));
+    if ([...$("preset").options].some((option) => option.value === kept.preset)) $("preset").value = kept.preset;
     $("evict").checked = kept.evict ?? server.eviction.enabled;
   } catch {
     status(say("noServer"));
