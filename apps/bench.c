@@ -316,6 +316,7 @@ static dt_status measure_all(bench *b, dt_error *error) {
             dt_shared_options_session(&b->options->shared, &params);
             params.n_ctx = params.n_ctx > 0 ? params.n_ctx : (int32_t)b->n_tokens;
             params.eviction = on ? b->eviction : NULL;
+            params.n_snapshots = -1;
             status = dt_session_new(b->model, &params, &session, error);
             if (status == DT_OK) {
                 status = measure_depth(b, session, b->depths[i], on != 0, error);

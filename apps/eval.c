@@ -4,6 +4,7 @@
  *   kld        distance of the next-token distributions from those of the full cache, teacher-forced
  *   needle     facts hidden in a text, asked for afterwards
  *   calibrate  how much each KV head needs, as an eviction config
+ *   long       whether a text far beyond the context is predicted as within it
  *
  * Everything that can be refused without the model is refused before it is loaded.
  */
@@ -21,7 +22,8 @@
 
 static const dt_option common_rows[] = {
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin"},
-    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24, "tokens read before eviction counts (kld 4096, needle 3000)"},
+    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24,
+     "tokens read before eviction counts (kld 4096, needle 3000, long the model's own)"},
     {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
     {"--policy", "NAME", DT_OPTION_TEXT, AT(policy), 0, 0,
@@ -50,6 +52,12 @@ static const dt_option calibrate_rows[] = {
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
     {"-o, --output", "F", DT_OPTION_TEXT, AT(json), 0, 0, "the eviction config to write"},
 };
+static const dt_option long_rows[] = {
+    {"--times", "N", DT_OPTION_INT, AT(n_times), 2, 1 << 16, "length of the text read, as a multiple of --context (10)"},
+    {"--continuation", "N", DT_OPTION_INT, AT(n_continuation), 1, 1 << 20, "tokens of a piece that is scored (256)"},
+    {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces, spread evenly up to the end (4)"},
+};
+static const dt_option_group long_group = {"long", long_rows, N_OF(long_rows)};
 static const dt_option_group calibrate_group = {"calibrate", calibrate_rows, N_OF(calibrate_rows)};
 static const dt_option_group common_group = {"Measurement", common_rows, N_OF(common_rows)};
 static const dt_option_group kld_group = {"kld", kld_rows, N_OF(kld_rows)};
@@ -66,6 +74,7 @@ static const command commands[] = {
     {"kld", &kld_group, eval_kld, 4096},
     {"needle", &needle_group, eval_needle, 3000},
     {"calibrate", &calibrate_group, eval_calibrate, 4096},
+    {"long", &long_group, eval_long, 0},
 };
 
 dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) {
@@ -240,8 +249,11 @@ static const char *check(const eval_options *o) {
     return NULL;
 }
 
-static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *error) {
-    dt_status status = dt_model_open(e->options->shared.model, NULL, &e->model, error);
+static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
+    dt_status status = dt_model_open(o->shared.model, NULL, &e->model, error);
+    if (status == DT_OK && o->n_context == 0) {
+        o->n_context = dt_model_get_info(e->model)->n_ctx_train;
+    }
     if (status == DT_OK) {
         status = make_settings(e, error);
     }
@@ -273,7 +285,8 @@ static void print_usage(FILE *file, const char *program) {
             "usage: %s COMMAND -m FILE -f TEXT [flags]   (COMMAND --help lists the flags)\n"
             "  kld        how far next-token distributions after eviction are from the full cache's\n"
             "  needle     facts hidden in the text, asked for from the evicted and the full cache\n"
-            "  calibrate  measures how much each KV head needs, and writes an eviction config\n",
+            "  calibrate  measures how much each KV head needs, and writes an eviction config\n"
+            "  long       perplexity of a text far beyond the context, against that within it\n",
             program);
 }
 
@@ -304,6 +317,7 @@ int main(int argc, char **argv) {
                       .n_chunks = 4,
                       .n_samples = 20,
                       .n_needles = 1,
+                      .n_times = 10,
                       .depth_low = 0.1,
                       .depth_high = 0.9,
                       .seed = 1};
@@ -336,7 +350,7 @@ int main(int argc, char **argv) {
     dt_status status = o.json != NULL ? dt_stats_file_open(o.json, inputs, N_OF(inputs), &file, &error) : DT_OK;
     if (status == DT_OK) {
         eval e = {.options = &o, .command = c->name};
-        status = run(&e, c, file, &error);
+        status = run(&e, &o, c, file, &error);
     }
     dt_stats_file_free(file);
     if (status != DT_OK) {

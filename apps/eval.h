@@ -17,7 +17,7 @@
 typedef struct eval_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
     const char *file, *json, *policy, *kept;
-    int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict;
+    int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict, n_times;
     int64_t evict, question, form, score, budget; /* choices */
     double depth_low, depth_high, min_same, min_rouge;
     int64_t seed;
@@ -44,6 +44,7 @@ typedef struct eval {
 dt_status eval_kld(eval *e, dt_error *error);
 dt_status eval_needle(eval *e, dt_error *error);
 dt_status eval_calibrate(eval *e, dt_error *error);
+dt_status eval_long(eval *e, dt_error *error);
 
 /* A session that collects what the settings' scores need and evicts nothing; forks of it are compared. Free with dt_session_free. */
 dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error);

@@ -3,7 +3,8 @@
  * runs eviction rounds between steps.
  *
  * Invariants: tokens[0, n_tokens) are exactly the tokens the cache was built from; between calls nothing in the cache
- * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back.
+ * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back, but by
+ * way of a snapshot (snapshot.c). Positions in the cache are those of the conversation until it passes the context (find_headroom).
  * A session and its forks count their cache's memory together, since they share blocks.
  */
 #include "engine/eviction_config.h"
@@ -14,9 +15,11 @@
 #include <string.h>
 
 #define DEFAULT_BATCH 512
-#define SCORE_BATCH 64 /* every row has logits there: [SCORE_BATCH][V] */
+#define DEFAULT_SNAPSHOTS 2 /* the last reply's beginning, and the one before, where a changed question begins */
+#define SCORE_BATCH 64      /* every row has logits there: [SCORE_BATCH][V] */
 /* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
 #define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
+#define LEAST_CHUNK 32 /* tokens that a step can always take past the context; with room for fewer it is the end */
 #define PROGRESS_INTERVAL_US 100000
 
 /* ---- life ---- */
@@ -47,6 +50,7 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     p->n_threads = p->n_threads > 0 ? p->n_threads : dt_physical_cores();
     p->n_threads_batch = p->n_threads_batch > 0 ? p->n_threads_batch : p->n_threads;
     p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : 256;
+    p->n_snapshots = p->n_snapshots == 0 ? DEFAULT_SNAPSHOTS : DT_MIN(p->n_snapshots, DT_MAX_SNAPSHOTS);
     if (p->kv_block_tokens % DT_KV_GROUP != 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "a cache block of %d tokens is not a multiple of %d", p->kv_block_tokens,
                        DT_KV_GROUP);
@@ -60,18 +64,33 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     return s->kernel ? DT_OK : DT_ERR_ARGUMENT;
 }
 
-/* Without sinks, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a key than budget
- * plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context does not
- * limit it. */
-static bool keeps_distances_short(const dt_session *s, const dt_budget *budgets) {
-    bool is_short = s->params.prefill == DT_PREFILL_STREAMING;
-    for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {
+static int32_t shift_of(const dt_session *s) { return dt_kv_shift(s->kv); }
+static int32_t next_position(const dt_session *s) { return s->n_tokens - shift_of(s); }
+
+/* Where every layer evicts, or sees no more than a window, its tokens can always be moved together so that no query is farther from a
+ * key than the context is long, and the conversation may go on beyond it. Positions must then be free for a chunk, and for a repetition
+ * where scores need one. */
+static void find_headroom(dt_session *s, const dt_budget *budgets) {
+    int64_t kept = 0;
+    bool repeats = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         const dt_budget *b = &budgets[i];
-        const int32_t window = s->model->info.windows[i];
-        is_short = (window > 0 && window <= s->params.n_ctx) || (b->policy == &dt_policy_local_window && b->sink_tokens == 0 &&
-                                                                 b->max_cache_size + s->params.n_batch <= s->params.n_ctx);
+        const int64_t window = s->model->info.windows[i], max = b->policy != NULL ? b->max_cache_size : INT32_MAX;
+        const int64_t least = (b->policy != NULL ? b->sink_tokens : 0) + (window > 0 ? DT_MIN(window, max) : max);
+        kept = DT_MAX(kept, least);
+        repeats = repeats || (b->policy != NULL && b->policy->needs_peak);
     }
-    return is_short;
+    const int64_t room = s->params.n_ctx - kept;
+    const int64_t chunk = DT_MIN(repeats ? DT_MAX(room / 2, room - DT_REPEAT_CHUNK) : room, (int64_t)s->params.n_batch);
+    const bool may_move = s->params.evict == DT_EVICT_ALWAYS && dt_kv_layer(s->kv, 0)->keeps_origins &&
+                          chunk >= DT_MIN(LEAST_CHUNK, s->params.n_batch);
+    s->chunk = may_move ? (int32_t)chunk : s->params.n_batch;
+    s->headroom = may_move ? (int32_t)(chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0)) : 0;
+}
+
+void dt_session_set_limit(dt_session *s) {
+    s->max_tokens =
+        s->headroom > 0 ? INT32_MAX - s->params.n_batch : DT_MIN(s->params.n_ctx, INT32_MAX - shift_of(s)) + shift_of(s);
 }
 
 static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *error) {
@@ -97,13 +116,14 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
         budgets[i] = *dt_eviction_budget(eviction, i);
     }
     s->params.eviction = NULL; /* the caller may free it after this */
-    dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, error);
+    dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
     if (status == DT_OK) {
-        s->max_tokens = eviction && keeps_distances_short(s, budgets) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
         status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, budgets, error);
     }
     if (status == DT_OK) {
         status = dt_kv_set_budgets(s->kv, budgets, total, error);
+        find_headroom(s, budgets);
+        dt_session_set_limit(s);
     }
     free(budgets);
     return status;
@@ -112,6 +132,7 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
 static dt_status share_memory(dt_session *s, dt_shared_memory *with, dt_error *error) {
     if (with) {
         atomic_fetch_add(&with->references, 1);
+        with->memory.limit = (size_t)DT_MIN(s->params.kv_memory, (uint64_t)SIZE_MAX); /* not that of snapshots any more */
         s->kv_memory = with;
         return DT_OK;
     }
@@ -172,6 +193,7 @@ void dt_session_free(dt_session *session) {
         return;
     }
     dt_graph_free(session->graph);
+    dt_snapshots_drop(session, 0);
     dt_kv_free(session->kv);
     if (session->kv_memory && atomic_fetch_sub(&session->kv_memory->references, 1) == 1) {
         free(session->kv_memory);
@@ -185,10 +207,13 @@ void dt_session_free(dt_session *session) {
 
 /* ---- steps ---- */
 
+/* After a failure: true when a snapshot made room and it is worth another try. */
+static bool makes_room(dt_session *s, dt_status status) { return status == DT_ERR_MEMORY && dt_snapshot_yield(s); }
+
 /* Chooses the layers whose policy will want this batch's attention: those where a round comes within n_remaining more tokens. */
 static bool choose_observed(dt_session *s, int32_t n, int64_t n_remaining) {
     bool any = false;
-    const bool late = s->params.prefill == DT_PREFILL_STREAMING || n_remaining < OBSERVE_AHEAD;
+    const bool late = s->streams || n_remaining < OBSERVE_AHEAD;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && dt_kv_exceeds(s->kv, i, n + n_remaining + OBSERVE_AHEAD);
         any = any || s->observe_layer[i];
@@ -225,6 +250,28 @@ dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *err
     return DT_OK;
 }
 
+static dt_status slide(dt_session *s, dt_error *error) {
+    int32_t whole_from = s->whole_from - shift_of(s);
+    dt_status status;
+    do {
+        status = dt_kv_slide(s->kv, next_position(s), &whole_from, error);
+    } while (makes_room(s, status));
+    s->whole_from = whole_from + shift_of(s);
+    return status;
+}
+
+/* The batch is uncommitted afterwards, or on failure gone. */
+static dt_status compute(dt_session *s, const dt_batch *batch, const float **logits, dt_error *error) {
+    dt_status status;
+    do {
+        status = dt_graph_compute(s->graph, s->kv, batch, logits, error);
+        if (status != DT_OK) {
+            dt_kv_commit(s->kv, 0);
+        }
+    } while (makes_room(s, status));
+    return status;
+}
+
 /* Computes n tokens after the ones there are, with logits after the last n_outputs of them; n_remaining more tokens will follow
  * before the next round. */
 static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_remaining, float weight,
@@ -236,15 +283,14 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n
     const bool observe = choose_observed(s, n, n_remaining);
     const dt_batch batch = {.tokens = tokens,
                             .n = n,
-                            .first_position = s->n_tokens,
+                            .first_position = next_position(s),
                             .n_outputs = n_outputs,
                             .observe_layer = observe ? s->observe_layer : NULL,
                             .n_observed = DT_MIN(n, DT_OBSERVE_WINDOW)};
     s->logits = NULL;
     const float *logits = NULL;
-    const dt_status status = dt_graph_compute(s->graph, s->kv, &batch, &logits, error);
+    const dt_status status = compute(s, &batch, &logits, error);
     if (status != DT_OK) {
-        dt_kv_commit(s->kv, 0);
         return status;
     }
     dt_kv_commit(s->kv, n);
@@ -254,7 +300,7 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n
     memcpy(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
     s->n_tokens += n;
     s->logits = logits + (size_t)(n_outputs - 1) * (size_t)s->model->info.n_vocab;
-    return dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, error);
+    return slide(s, error);
 }
 
 static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error) {
@@ -309,7 +355,7 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
         const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));
         const dt_batch batch = {.tokens = s->tokens + from,
                                 .n = n,
-                                .first_position = s->n_tokens,
+                                .first_position = next_position(s),
                                 .n_outputs = 1,
                                 .observe_layer = s->observe_layer,
                                 .n_observed = n,
@@ -317,7 +363,7 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
                                 .focus_from = s->n_tokens - from,
                                 .focus_to = s->n_tokens - from - n};
         const float *logits = NULL;
-        status = dt_graph_compute(s->graph, s->kv, &batch, &logits, error);
+        status = compute(s, &batch, &logits, error);
         dt_kv_commit(s->kv, 0);
         if (status == DT_OK) {
             keep_peaks(s, from, from + n);
@@ -327,19 +373,41 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
     return status;
 }
 
+/* Makes room for n more positions in the context, where the conversation may pass it: what was kept moves together. */
+static dt_status close_up(dt_session *s, int64_t n, dt_error *error) {
+    if (s->headroom == 0 || next_position(s) + n <= s->params.n_ctx) {
+        return DT_OK;
+    }
+    const int32_t before = shift_of(s);
+    dt_status status;
+    do {
+        status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
+    } while (makes_room(s, status));
+    if (status == DT_OK && shift_of(s) > before) {
+        s->whole_from = s->n_tokens;
+        dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
+               "session: after %d tokens the context of %d is nearly used up; those that were kept move together into its first %d",
+               s->n_tokens, s->params.n_ctx, next_position(s));
+    }
+    return status;
+}
+
 /* What is due: repetition where scores come from it, then a round. */
 static dt_status evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
-        dt_round_result result;
-        status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
-        if (result.has_dropped) {
-            s->whole_from = s->n_tokens;
-        }
-        s->stats.eviction_rounds += result.n_rounds;
-        s->stats.evicted_tokens += result.n_evicted;
+        do {
+            dt_round_result result;
+            status = dt_kv_round(s->kv, next_position(s), s->params.evict == DT_EVICT_ONCE, &result, error);
+            if (result.has_dropped) {
+                s->whole_from = s->n_tokens;
+            }
+            s->stats.eviction_rounds += result.n_rounds;
+            s->stats.evicted_tokens += result.n_evicted;
+        } while (makes_room(s, status));
     }
+    status = status == DT_OK ? close_up(s, s->headroom, error) : status;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
 }
@@ -360,6 +428,9 @@ int32_t dt_session_tokens_to_round(const dt_session *s) {
         const int64_t room = dt_kv_room(s->kv, i);
         most = room < most ? room + 1 : most;
     }
+    if (s->headroom > 0) {
+        most = DT_MIN(most, (int64_t)s->params.n_ctx - s->headroom - next_position(s) + 1);
+    }
     return (int32_t)DT_MIN(DT_MAX(most, 1), (int64_t)INT32_MAX);
 }
 
@@ -371,16 +442,14 @@ dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, cons
     }
     const dt_batch batch = {.tokens = tokens,
                             .n = n,
-                            .first_position = s->n_tokens,
+                            .first_position = next_position(s),
                             .n_outputs = n,
                             .observe_layer = choose_observed(s, n, 0) ? s->observe_layer : NULL,
                             .n_observed = n,
                             .observe_apart = true};
     s->logits = NULL;
-    const dt_status status = dt_graph_compute(s->graph, s->kv, &batch, logits, error);
-    if (status != DT_OK) {
-        dt_kv_commit(s->kv, 0);
-    } else {
+    const dt_status status = compute(s, &batch, logits, error);
+    if (status == DT_OK) {
         memmove(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
         s->draft_logits = *logits;
         s->n_draft = n;
@@ -415,7 +484,7 @@ dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilit
     s->stats.draft_accepted += DT_MAX(n_keep - 1, 0);
     s->stats.decode_tokens += n_keep;
     s->n_draft = 0;
-    dt_status status = dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, error);
+    dt_status status = slide(s, error);
     if (status == DT_OK) {
         status = evict(s, error);
     }
@@ -477,30 +546,44 @@ static size_t common_prefix(const dt_session *s, const int32_t *tokens, size_t n
     return same;
 }
 
-/* Takes the session back to its first `position` tokens, or empties it when that part is no longer whole. */
-static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *result, dt_error *error) {
+/* Takes the session back to its first `position` tokens, or to fewer: to a snapshot, or to nothing, when that part is no longer
+ * whole. */
+static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *result, dt_error *error) {
+    const int32_t n_before = s->n_tokens, whole_from = s->whole_from;
     s->logits = NULL;
-    if (position >= (size_t)s->whole_from) {
-        const dt_status status = dt_kv_truncate(s->kv, (int32_t)position, error);
-        if (status == DT_OK) {
-            dt_log(s->is_draft ? DT_LOG_DEBUG : DT_LOG_INFO, "session: rewound to token %zu of %d, %zu tokens reused", position,
-                   s->n_tokens, position);
-            s->n_tokens = (int32_t)position;
-            s->peaks_until = DT_MIN(s->peaks_until, s->n_tokens);
-            result->how = DT_SYNC_REWOUND;
-        }
-        return status;
+    result->how = DT_SYNC_REWOUND;
+    const bool restored = position < s->whole_from && dt_snapshot_restore(s, position);
+    if (position < s->whole_from && !restored) {
+        dt_log(
+            DT_LOG_INFO,
+            "session: rebuilt, 0 tokens reused: the conversation changed at token %d, before token %d, up to which the cache is no "
+            "longer whole",
+            position, whole_from);
+        dt_snapshots_drop(s, 0);
+        dt_kv_clear(s->kv);
+        s->n_tokens = 0;
+        s->whole_from = 0;
+        s->peaks_until = 0;
+        s->evicted_once = false;
+        dt_session_set_limit(s);
+        result->how = DT_SYNC_REBUILT;
+        return DT_OK;
     }
-    dt_log(DT_LOG_INFO,
-           "session: rebuilt, 0 tokens reused: the conversation changed at token %zu, before token %d, up to which the cache is no "
-           "longer whole",
-           position, s->whole_from);
-    dt_kv_clear(s->kv);
-    s->n_tokens = 0;
-    s->whole_from = 0;
-    s->peaks_until = 0;
-    s->evicted_once = false;
-    result->how = DT_SYNC_REBUILT;
+    if (position < s->n_tokens) {
+        dt_status status;
+        do {
+            status = dt_kv_truncate(s->kv, position - shift_of(s), error);
+        } while (makes_room(s, status));
+        if (status != DT_OK) {
+            return status;
+        }
+        s->n_tokens = position;
+        s->logits = NULL;
+        s->peaks_until = DT_MIN(s->peaks_until, s->n_tokens);
+        dt_snapshots_drop(s, position);
+    }
+    dt_log(s->is_draft ? DT_LOG_DEBUG : DT_LOG_INFO, "session: rewound to token %d of %d%s, %d tokens reused", s->n_tokens,
+           n_before, restored ? " by a snapshot" : "", s->n_tokens);
     return DT_OK;
 }
 
@@ -508,9 +591,9 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     dt_status status = DT_OK;
     while (status == DT_OK && (size_t)s->n_tokens < n) {
         const size_t left = n - (size_t)s->n_tokens;
-        const int32_t chunk = (int32_t)DT_MIN(left, (size_t)s->params.n_batch);
+        const int32_t chunk = (int32_t)DT_MIN(left, (size_t)(s->streams ? s->chunk : s->params.n_batch));
         status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, error);
-        if (status == DT_OK && (s->params.prefill == DT_PREFILL_STREAMING || (size_t)s->n_tokens == n)) {
+        if (status == DT_OK && (s->streams || (size_t)s->n_tokens == n)) {
             status = evict(s, error);
         }
         s->progress_done += status == DT_OK ? chunk : 0;
@@ -520,6 +603,20 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
         }
+    }
+    return status;
+}
+
+/* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk by
+ * chunk. */
+static dt_status begin_reading(dt_session *s, int64_t n, dt_error *error) {
+    s->streams = s->params.prefill == DT_PREFILL_STREAMING;
+    const dt_status status = s->streams ? DT_OK : close_up(s, n, error);
+    if (status == DT_OK && !s->streams && s->headroom > 0 && next_position(s) + n > s->params.n_ctx) {
+        dt_log(DT_LOG_INFO,
+               "session: %lld tokens are too many for the context of %d at once; they are read as with --prefill streaming",
+               (long long)n, s->params.n_ctx);
+        s->streams = true;
     }
     return status;
 }
@@ -542,12 +639,15 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
     }
     const int64_t start = dt_clock_us();
     size_t keep = common_prefix(s, tokens, n);
-    if (keep == n && (keep < (size_t)s->n_tokens || !s->logits)) {
-        keep = n - 1; /* the last token's logits have to be computed again */
+    bool back = keep < (size_t)s->n_tokens;
+    if (keep == n && (back || !s->logits)) { /* the last token's logits have to be computed again, if no snapshot has them */
+        const bool has_them = n - 1 < (size_t)s->whole_from && dt_snapshot_at(s, (int32_t)n);
+        keep = has_them ? n : n - 1;
+        back = true;
     }
     dt_status status = DT_OK;
-    if (keep < (size_t)s->n_tokens) {
-        status = rewind_to(s, keep, result, error);
+    if (back) {
+        status = rewind_to(s, (int32_t)keep, result, error);
     } else if (keep < n) {
         result->how = DT_SYNC_EXTENDED;
         dt_log(DT_LOG_DEBUG, "session: extended by %zu tokens, %zu reused", n - keep, keep);
@@ -561,9 +661,14 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
     s->progress_done = 0;
     s->progress_total = (int64_t)n - s->n_tokens;
     s->progress_last_us = start;
-    status = prefill(s, tokens, n, error);
+    status = begin_reading(s, s->progress_total, error);
+    status = status == DT_OK ? prefill(s, tokens, n, error) : status;
+    s->streams = false;
     s->evicted_once = s->evicted_once || (status == DT_OK && s->params.evict == DT_EVICT_ONCE);
     s->progress = NULL;
+    if (status == DT_OK && result->how != DT_SYNC_NOTHING) {
+        dt_snapshot_take(s);
+    }
     result->computed_tokens = s->n_tokens - result->reused_tokens;
     result->prefill_ms = (double)(dt_clock_us() - start) / 1000.0;
     s->stats.prefill_tokens += result->computed_tokens;
@@ -593,7 +698,8 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
         return dt_fail(error, DT_ERR_LIMIT, "%zu more tokens after %d don't fit into a context of %d (-c)", n, s->n_tokens,
                        s->max_tokens);
     }
-    const size_t n_vocab = (size_t)s->model->info.n_vocab, most = may_evict(s) ? 1 : SCORE_BATCH;
+    const size_t n_vocab = (size_t)s->model->info.n_vocab;
+    const size_t most = may_evict(s) ? 1 : (size_t)DT_MIN(s->chunk, SCORE_BATCH);
     dt_status status = DT_OK;
     for (size_t done = 0; status == DT_OK && done < n;) {
         const int32_t chunk = (int32_t)DT_MIN(n - done, most);
@@ -620,14 +726,14 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     uint64_t state = 1;
     dt_status status = DT_OK;
     while (status == DT_OK && s->n_tokens < n) {
-        const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
+        const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)(n > s->params.n_ctx ? s->chunk : s->params.n_batch));
         status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
-            status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
+            status = dt_kv_append(s->kv, next_position(s), chunk, error);
         }
         for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
             for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {
-                dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state);
+                dt_kv_fill_uncommitted(s->kv, i, lane, next_position(s), &state);
             }
         }
         if (status == DT_OK) {
@@ -636,7 +742,7 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
                 s->tokens[s->n_tokens + i] = (s->n_tokens + i) % info->n_vocab;
             }
             s->n_tokens += chunk;
-            if (s->params.prefill == DT_PREFILL_STREAMING || s->n_tokens == n) {
+            if (s->params.prefill == DT_PREFILL_STREAMING || n > s->params.n_ctx || s->n_tokens == n) {
                 status = evict(s, error);
             }
         }
@@ -724,7 +830,7 @@ dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, in
     if (!positions) {
         return dt_fail_memory(error, n * sizeof *positions, "the positions");
     }
-    dt_kv_positions(session->kv, layer, kv_head, positions);
+    dt_kv_origins(session->kv, layer, kv_head, positions);
     qsort(positions, n, sizeof *positions, compare_positions);
     *out = positions;
     *out_n = n;

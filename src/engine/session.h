@@ -15,6 +15,15 @@ typedef struct dt_shared_memory {
     atomic_int references;
 } dt_shared_memory;
 
+#define DT_MAX_SNAPSHOTS 16
+
+/* A state of the session that it can go back to (snapshot.c). */
+typedef struct dt_snapshot {
+    dt_kv *kv;
+    float *logits; /* [V] */
+    int32_t n_tokens, whole_from, peaks_until;
+} dt_snapshot;
+
 struct dt_session {
     const dt_model *model;
     dt_session_params params; /* with defaults filled in */
@@ -26,12 +35,18 @@ struct dt_session {
     int32_t *tokens; /* [token_capacity], grows */
     int32_t n_tokens, token_capacity;
     int32_t max_tokens;  /* longest conversation */
+    int32_t headroom;    /* > 0: the conversation may pass the context; positions that are free after every step */
+    int32_t chunk;       /* of them: for a step */
+    bool streams;        /* the text that is being read is evicted from chunk by chunk */
     int32_t whole_from;  /* a rewind to at least this position is possible */
     bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
     int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
     const float *logits; /* after the last token; NULL when not computed */
     float *own_logits;   /* [V] where they are not the graph's: of a fork, a loaded session, after a repetition */
-    void *note;          /* the application's, saved with the session */
+    dt_snapshot snapshots[DT_MAX_SNAPSHOTS]; /* [n_snapshots], oldest and shortest first */
+    int32_t n_snapshots;
+    uint64_t kv_most; /* what the cache was said to take at most */
+    void *note;       /* the application's, saved with the session */
     size_t note_bytes;
     bool *observe_layer;       /* [L] */
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
@@ -44,8 +59,24 @@ struct dt_session {
     int64_t progress_done, progress_total, progress_last_us;
 };
 
+/* Sets max_tokens anew after the cache was exchanged or emptied. */
+void dt_session_set_limit(dt_session *session);
 /* Room for n_more tokens behind the ones there are. */
 dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
+
+/* ---- snapshots ---- */
+
+/* Keeps the session's state to go back to; where that is of no use, or there is no room, it does nothing. */
+void dt_snapshot_take(dt_session *session);
+/* Gives up the oldest to make room; false when there is none. */
+bool dt_snapshot_yield(dt_session *session);
+/* Gives up those of more than n_tokens tokens; 0 = all. */
+void dt_snapshots_drop(dt_session *session, int32_t n_tokens);
+/* Makes the session what it was in the longest snapshot from which the first n_tokens can be had: it is no longer than that, or can
+ * still be rewound to it. Gives up that one and the longer ones. False, with nothing changed, when there is none. */
+bool dt_snapshot_restore(dt_session *session, int32_t n_tokens);
+/* Whether there is one of exactly n_tokens. */
+bool dt_snapshot_at(const dt_session *session, int32_t n_tokens);
 
 /* ---- drafts: several tokens computed at once, of which some may be taken back ----
  * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session
