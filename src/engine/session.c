@@ -76,8 +76,8 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         const dt_budget *b = &budgets[i];
         const int64_t window = s->model->info.windows[i], max = b->policy != NULL ? b->max_cache_size : INT32_MAX;
-        const int64_t least = (b->policy != NULL ? b->sink_tokens : 0) + (window > 0 ? DT_MIN(window, max) : max);
-        kept = DT_MAX(kept, least);
+        const int64_t seen = window > 0 ? window + (b->policy != NULL ? b->sink_tokens : 0) : INT32_MAX;
+        kept = DT_MAX(kept, DT_MIN(seen, max));
         repeats = repeats || (b->policy != NULL && b->policy->needs_peak);
     }
     const int64_t room = s->params.n_ctx - kept;

@@ -2,15 +2,16 @@
  * Closing up: the tokens that were kept move together, so that a conversation can go on past the context of its model.
  *
  * Rounds leave holes between positions, and the newest token gets ever farther from the oldest ones. When the next position would
- * leave the context, the holes are taken out: sinks stay where they are, all other tokens of a lane get the positions right before
- * the next one, in their order (StreamingLLM, Xiao et al. 2024, numbers the tokens of its cache so all the time). A token that moves
- * has its key turned by as many positions, which is exact up to the rounding of what is stored; that happens once in about
- * context - budget tokens, so it adds up to little (docs/quality.md).
+ * leave the context, the holes are taken out: the next position falls to the length of the longest lane, and the tokens of each lane
+ * get the positions right before it, in their order (StreamingLLM, Xiao et al. 2024, numbers the tokens of its cache so all the time);
+ * those that lie low enough, sinks first of all, stay where they are. A token that moves has its key turned by as many positions, which
+ * is exact up to the rounding of what is stored; that happens once in about context - budget tokens, so it adds up to little
+ * (docs/quality.md).
  *
  * A layer whose sliding window fits moves as a whole, since what it still sees lies close together anyway.
  *
- * Invariants: order in a lane and entry order stay, no distance grows, what a window still sees it sees afterwards. On failure
- * (memory) nothing has changed but that what windows have passed is gone.
+ * Invariants: order in a lane and entry order stay; no position and no distance grows; what a window still sees it sees afterwards.
+ * On failure (memory) nothing has changed but that what windows have passed is gone.
  */
 #include "kv/kv_internal.h"
 
@@ -110,33 +111,28 @@ static void move_lane(const dt_kv_layer_state *layer, const dt_kv_lane_state *la
     if (!whole) {
         qsort(entries, (size_t)lane->n_entries, sizeof *entries, by_position);
     }
-    int32_t to = new_next - 1;
-    for (int32_t i = lane->n_entries - 1; i >= 0; i--, to--) {
-        const int32_t from = entries[i].position;
-        if (whole || from >= layer->params.budget.sink_tokens) {
-            move_entry(layer, lane, entries[i].entry, whole ? new_next - next : to - from, &t);
-        }
+    int32_t limit = new_next - 1; /* highest free position */
+    for (int32_t i = lane->n_entries - 1; i >= 0; i--) {
+        const int32_t from = entries[i].position, to = whole ? from - next + new_next : DT_MIN(from, limit);
+        move_entry(layer, lane, entries[i].entry, to - from, &t);
+        limit = to - 1;
     }
 }
 
-/* The layer's window fits into `limit` positions. */
-static bool moves_whole(const dt_kv_layer_params *params, int32_t limit) { return params->window > 0 && params->window <= limit; }
+/* What moves as a whole must not land among the sinks. */
+static int32_t whole_length(const dt_kv_layer_params *params) {
+    return params->window + (params->budget.policy != NULL ? params->budget.sink_tokens : 0);
+}
 
-/* The next position that the layer needs at least once it is closed up. */
-static int32_t closed_length(const dt_kv *kv, int32_t layer_index, int32_t limit) {
-    const dt_kv_layer_state *layer = &kv->layers[layer_index];
-    const dt_kv_format *f = &layer->params.format;
-    const int32_t sinks = layer->params.budget.policy != NULL ? layer->params.budget.sink_tokens : 0;
-    int32_t length = moves_whole(&layer->params, limit) ? layer->params.window + sinks : 0; /* what moves is no sink */
-    for (int32_t j = 0; j < layer->params.n_lanes && !moves_whole(&layer->params, limit); j++) {
-        const dt_kv_lane_state *lane = &layer->lanes[j];
-        int32_t n = sinks;
-        for (int32_t i = 0; i < lane->n_entries; i++) {
-            n += dt_kv_position(f, lane->spans[i / f->block_tokens].block)[i % f->block_tokens] >= sinks;
-        }
-        length = DT_MAX(length, n);
-    }
-    return length;
+/* The layer's window fits into `limit` positions. */
+static bool moves_whole(const dt_kv_layer_params *params, int32_t limit) {
+    return params->window > 0 && params->window < limit && whole_length(params) <= limit;
+}
+
+/* The lowest next position that the layer leaves room for. */
+static int32_t closed_length(const dt_kv *kv, int32_t layer, int32_t limit) {
+    const dt_kv_layer_params *params = &kv->layers[layer].params;
+    return moves_whole(params, limit) ? whole_length(params) : dt_kv_length(kv, layer);
 }
 
 /* What windows have passed goes, and every block becomes this cache's own. */
