@@ -118,7 +118,10 @@ def test_a_full_context_is_never_cut_silently(model, tmp_path):
             assert run(*options).returncode == 0
         else:
             assert_fails(run(*options), 1, str(lengths[n]), "64")
-            assert_fails(run(*options, "--cache-eviction", "--max-cache-size", "32"), 1, str(lengths[n]), "64")
+            assert_fails(run(*options, "--cache-eviction", "--max-cache-size", "40"), 1, str(lengths[n]), "64")
+            longer = run(*options, "--cache-eviction", "--max-cache-size", "32")  # leaves room for a chunk: it goes on
+            assert longer.returncode == 0 and b"too many for the context of 64 at once" in longer.stderr
+            assert f"of {lengths[n]} tokens" in longer.stderr.decode()  # let go, by the layers
     assert max(lengths.values()) > 64 >= min(lengths.values())
     text = "ab " * 1500  # a multiple of the trained context of 1,024
     log, stats = stats_of(model, tmp_path, "-p", text, "-n", "1", *endless)
