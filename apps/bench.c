@@ -4,7 +4,8 @@
  * For every depth, with TLC off and, where asked for, on: reading the whole prompt up to there, reading n_prompt tokens on top
  * of it, and decoding. A repeat goes back to the depth where that is possible (nothing evicted) and goes on from where it is
  * where it is not (an evicted cache stays at its size). Rows hold the median and the extremes of the repeats; the bytes that a
- * decode step has to read over the bandwidth measured at the start give the bound.
+ * decode step has to read over the bandwidth measured at the start give the bound. With --parallel, several conversations of the depth
+ * are decoded in one batch, and tokens per second are those of all.
  *
  * Invariant: nothing of a measurement is printed before it is whole; stdout holds the table and nothing else.
  */
@@ -23,10 +24,11 @@
 #define MAX_DEPTHS 32
 #define MAX_REPEATS 64
 #define MAX_ROWS (MAX_DEPTHS * 6)
+#define MAX_PARALLEL 256
 
 typedef struct bench_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
-    int64_t n_prompt, n_decode, repeats, output, fill;
+    int64_t n_prompt, n_decode, repeats, output, fill, parallel;
     const char *depths;
     bool compare;
 } bench_options;
@@ -41,6 +43,8 @@ static const dt_option bench_rows[] = {
     {"-o, --output", "md|csv|json", DT_OPTION_CHOICE, AT(output), 0, 0, "what is written to stdout (md)"},
     {"--fill", "prefill|synthetic", DT_OPTION_CHOICE, AT(fill), 0, 0,
      "how a depth is reached: by reading tokens, or by random keys and values, which takes no time but evicts at random (prefill)"},
+    {"--parallel", "N", DT_OPTION_INT, AT(parallel), 1, MAX_PARALLEL,
+     "conversations decoded in one batch, each at the depth; with more than one -p is left out (1)"},
     {"--no-compare", NULL, DT_OPTION_OFF, AT(compare), 0, 0, "with --cache-eviction: leave out the rows with TLC off"},
 };
 static const dt_option_group bench_group = {"Benchmark", bench_rows, sizeof bench_rows / sizeof bench_rows[0]};
@@ -50,7 +54,7 @@ static const dt_option_group *const groups[] = {&bench_group, &dt_model_options,
 typedef struct bench_row {
     const char *what; /* "prompt", "prefill", "decode" */
     bool eviction, synthetic;
-    int64_t depth, n_tokens;
+    int64_t depth, n_tokens, n_sequences;
     double median, low, high; /* tokens per second */
     uint64_t kv_bytes, kv_bytes_full, step_bytes;
     double bound;                         /* tokens per second that reading step_bytes allows; 0 = not a decode row */
@@ -140,9 +144,9 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static void add_row(bench *b, const char *what, bool eviction, int64_t depth, samples *s, const dt_session *session) {
-    dt_session_stats stats;
-    dt_session_get_stats(session, &stats);
+/* stats: of the conversation, or sums over all that were measured together. */
+static void add_row(bench *b, const char *what, bool eviction, int64_t depth, samples *s, const dt_session_stats *stats,
+                    int64_t n_sequences) {
     qsort(s->tps, s->n, sizeof s->tps[0], compare_doubles);
     const double middle = s->n % 2 == 1 ? s->tps[s->n / 2] : (s->tps[s->n / 2 - 1] + s->tps[s->n / 2]) / 2;
     const bool decode = strcmp(what, "decode") == 0;
@@ -153,19 +157,26 @@ static void add_row(bench *b, const char *what, bool eviction, int64_t depth, sa
         .synthetic = b->options->fill == 1 && depth > 0,
         .depth = depth,
         .n_tokens = s->n_tokens,
+        .n_sequences = n_sequences,
         .median = middle,
         .low = s->tps[0],
         .high = s->tps[s->n - 1],
-        .kv_bytes = stats.kv_bytes,
-        .kv_bytes_full = stats.kv_bytes_full,
+        .kv_bytes = stats->kv_bytes,
+        .kv_bytes_full = stats->kv_bytes_full,
         .attention = s->attention_ms / s->total_ms,
         .evicting = s->eviction_ms / s->total_ms,
         .sampling = s->sampling_ms / s->total_ms,
     };
     if (decode) {
-        row->step_bytes = dt_model_get_info(b->model)->step_weight_bytes + stats.kv_step_bytes;
-        row->bound = b->bandwidth / (double)row->step_bytes;
+        row->step_bytes = dt_model_get_info(b->model)->step_weight_bytes + stats->kv_step_bytes;
+        row->bound = b->bandwidth / (double)row->step_bytes * (double)n_sequences;
     }
+}
+
+static void add_row_of(bench *b, const char *what, bool eviction, int64_t depth, samples *s, const dt_session *session) {
+    dt_session_stats stats;
+    dt_session_get_stats(session, &stats);
+    add_row(b, what, eviction, depth, s, &stats, 1);
 }
 
 typedef struct reading {
@@ -232,7 +243,7 @@ static dt_status measure_prefill(bench *b, dt_session *session, int64_t depth, b
         }
     }
     if (status == DT_OK) {
-        add_row(b, "prefill", eviction, depth, &s, session);
+        add_row_of(b, "prefill", eviction, depth, &s, session);
     }
     return status;
 }
@@ -278,7 +289,7 @@ static dt_status measure_decode(bench *b, dt_session *session, int64_t depth, bo
     }
     dt_sampler_free(sampler);
     if (status == DT_OK) {
-        add_row(b, "decode", eviction, depth, &s, session);
+        add_row_of(b, "decode", eviction, depth, &s, session);
     }
     return status;
 }
@@ -295,7 +306,7 @@ static dt_status measure_depth(bench *b, dt_session *session, int64_t depth, boo
         samples s = {0};
         status = read_tokens(b, session, depth, &s, error);
         if (status == DT_OK) {
-            add_row(b, "prompt", eviction, depth, &s, session);
+            add_row_of(b, "prompt", eviction, depth, &s, session);
         }
     }
     if (status == DT_OK && b->options->n_decode > 0) {
@@ -307,6 +318,119 @@ static dt_status measure_depth(bench *b, dt_session *session, int64_t depth, boo
     return status;
 }
 
+/* ---- several at once ---- */
+
+typedef struct crowd {
+    dt_group *group;
+    dt_session *sessions[MAX_PARALLEL];
+    dt_step steps[MAX_PARALLEL];
+    size_t n;
+} crowd;
+
+static dt_session_stats crowd_stats(const crowd *c) {
+    dt_session_stats sum = {0}, one;
+    dt_group_stats group;
+    for (size_t i = 0; i < c->n; i++) {
+        dt_session_get_stats(c->sessions[i], &one);
+        sum.kv_bytes_full += one.kv_bytes_full;
+        sum.kv_step_bytes += one.kv_step_bytes;
+        sum.eviction_ms += one.eviction_ms;
+    }
+    dt_group_get_stats(c->group, &group);
+    sum.kv_bytes = group.kv_bytes;
+    sum.attention_ms = one.attention_ms; /* of the batches, which each of them was part of */
+    return sum;
+}
+
+static dt_status fill_crowd(bench *b, crowd *c, int64_t depth, bool eviction, dt_error *error) {
+    const double start = milliseconds_now();
+    dt_status status = DT_OK;
+    for (size_t i = 0; status == DT_OK && i < c->n; i++) {
+        b->tokens[0] = (int32_t)i; /* another conversation each */
+        if (depth > 0 && b->options->fill == 1) {
+            status = dt_session_fill_random(c->sessions[i], depth, error);
+        } else {
+            status = read_tokens(b, c->sessions[i], depth > 0 ? depth : 1, NULL, error);
+        }
+    }
+    if (status == DT_OK && depth > 0 && b->options->fill == 0) {
+        const double ms = milliseconds_now() - start;
+        samples s = {.tps = {(double)c->n * (double)depth * 1000.0 / ms}, .n = 1, .n_tokens = depth, .total_ms = ms};
+        const dt_session_stats stats = crowd_stats(c);
+        add_row(b, "prompt", eviction, depth, &s, &stats, (int64_t)c->n);
+    }
+    return status;
+}
+
+static dt_status decode_crowd(const bench *b, crowd *c, dt_sampler *sampler, samples *s, dt_error *error) {
+    const dt_session_stats before = crowd_stats(c);
+    const double start = milliseconds_now();
+    dt_status status = DT_OK;
+    for (int64_t at = 0; status == DT_OK && at < b->options->n_decode; at++) {
+        const double sampling = milliseconds_now();
+        for (size_t i = 0; i < c->n; i++) {
+            int32_t token;
+            float probability = 1;
+            const float *logits = dt_session_logits(c->sessions[i]);
+            if (logits != NULL && status == DT_OK) { /* there are none after random filling */
+                status = dt_sampler_sample(sampler, logits, &token, &probability, error);
+            }
+            c->steps[i] = (dt_step){
+                .session = c->sessions[i], .tokens = &b->tokens[context_now(c->sessions[i])], .n = 1, .probability = probability};
+        }
+        s->sampling_ms += milliseconds_now() - sampling;
+        status = status == DT_OK ? dt_group_step(c->group, c->steps, c->n, error) : status;
+    }
+    const dt_session_stats now = crowd_stats(c);
+    const double ms = milliseconds_now() - start;
+    s->total_ms += ms;
+    s->attention_ms += now.attention_ms - before.attention_ms;
+    s->eviction_ms += now.eviction_ms - before.eviction_ms;
+    s->tps[s->n++] = (double)b->options->n_decode * (double)c->n * 1000.0 / ms;
+    s->n_tokens = b->options->n_decode;
+    return status;
+}
+
+/* Conversations go on from where they are: what a repeat adds is little beside the depth. */
+static dt_status measure_crowd(bench *b, crowd *c, int64_t depth, bool eviction, dt_error *error) {
+    dt_sampler_params params = dt_sampler_default_params();
+    params.temp = 0;
+    dt_sampler *sampler = NULL;
+    samples s = {0};
+    dt_status status = dt_sampler_new(b->model, &params, &sampler, error);
+    status = status == DT_OK ? fill_crowd(b, c, depth, eviction, error) : status;
+    for (int64_t i = 0; status == DT_OK && i < b->options->repeats && b->options->n_decode > 0; i++) {
+        status = decode_crowd(b, c, sampler, &s, error);
+    }
+    dt_sampler_free(sampler);
+    if (status == DT_OK && s.n > 0) {
+        const dt_session_stats stats = crowd_stats(c);
+        add_row(b, "decode", eviction, depth, &s, &stats, (int64_t)c->n);
+    }
+    return status;
+}
+
+static dt_status measure_parallel(bench *b, const dt_session_params *params, int64_t depth, bool eviction, dt_error *error) {
+    static crowd c;
+    c = (crowd){.group = NULL};
+    dt_session_params in_group = *params;
+    const dt_group_params group = {
+        .n_threads = params->n_threads, .n_threads_batch = params->n_threads_batch, .kernel = params->kernel};
+    dt_status status = dt_group_new(b->model, &group, &c.group, error);
+    in_group.group = c.group;
+    for (; status == DT_OK && c.n < (size_t)b->options->parallel; c.n += status == DT_OK) {
+        status = dt_session_new(b->model, &in_group, &c.sessions[c.n], error);
+    }
+    status = status == DT_OK ? measure_crowd(b, &c, depth, eviction, error) : status;
+    for (size_t i = 0; i < c.n; i++) {
+        dt_session_free(c.sessions[i]);
+    }
+    dt_group_free(c.group);
+    return status;
+}
+
+/* ---- all ---- */
+
 static dt_status measure_all(bench *b, dt_error *error) {
     dt_status status = DT_OK;
     for (int on = b->eviction != NULL && !b->options->compare; status == DT_OK && on <= (b->eviction != NULL); on++) {
@@ -317,6 +441,10 @@ static dt_status measure_all(bench *b, dt_error *error) {
             params.n_ctx = params.n_ctx > 0 ? params.n_ctx : (int32_t)b->n_tokens;
             params.eviction = on ? b->eviction : NULL;
             params.n_snapshots = -1;
+            if (b->options->parallel > 1) {
+                status = measure_parallel(b, &params, b->depths[i], on != 0, error);
+                continue;
+            }
             status = dt_session_new(b->model, &params, &session, error);
             if (status == DT_OK) {
                 status = measure_depth(b, session, b->depths[i], on != 0, error);
@@ -337,9 +465,13 @@ static void print_markdown(const bench *b) {
     printf("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
     for (size_t i = 0; i < b->n_rows; i++) {
         const bench_row *r = &b->rows[i];
-        printf("| %lld%s | %s | %s %lld | %.1f | %.1f-%.1f | %.1f | %.1f | %.0f %% | %.1f %% | %.1f %% |", (long long)r->depth,
-               r->synthetic ? " (synthetic)" : "", r->eviction ? "on" : "off", r->what, (long long)r->n_tokens, r->median, r->low,
-               r->high, (double)r->kv_bytes / 1048576.0, (double)r->kv_bytes_full / 1048576.0, r->attention * 100,
+        char many[24] = "";
+        if (r->n_sequences > 1) {
+            snprintf(many, sizeof many, " x%lld", (long long)r->n_sequences);
+        }
+        printf("| %lld%s | %s | %s %lld%s | %.1f | %.1f-%.1f | %.1f | %.1f | %.0f %% | %.1f %% | %.1f %% |", (long long)r->depth,
+               r->synthetic ? " (synthetic)" : "", r->eviction ? "on" : "off", r->what, (long long)r->n_tokens, many, r->median,
+               r->low, r->high, (double)r->kv_bytes / 1048576.0, (double)r->kv_bytes_full / 1048576.0, r->attention * 100,
                r->evicting * 100, r->sampling * 100);
         if (r->bound > 0) {
             printf(" %.1f | %.0f %% |\n", r->bound, r->median / r->bound * 100);
@@ -352,23 +484,23 @@ static void print_markdown(const bench *b) {
 static void print_csv(const bench *b) {
     printf(
         "depth,fill,eviction,test,tokens,tps,tps_low,tps_high,kv_bytes,kv_bytes_full,attention_share,eviction_share,sampling_share,"
-        "step_bytes,bound_tps,read_bandwidth\n");
+        "step_bytes,bound_tps,read_bandwidth,sequences\n");
     for (size_t i = 0; i < b->n_rows; i++) {
         const bench_row *r = &b->rows[i];
-        printf("%lld,%s,%s,%s,%lld,%.2f,%.2f,%.2f,%llu,%llu,%.4f,%.4f,%.4f,%llu,%.2f,%.0f\n", (long long)r->depth,
+        printf("%lld,%s,%s,%s,%lld,%.2f,%.2f,%.2f,%llu,%llu,%.4f,%.4f,%.4f,%llu,%.2f,%.0f,%lld\n", (long long)r->depth,
                r->synthetic ? "synthetic" : "prefill", r->eviction ? "on" : "off", r->what, (long long)r->n_tokens, r->median,
                r->low, r->high, (unsigned long long)r->kv_bytes, (unsigned long long)r->kv_bytes_full, r->attention, r->evicting,
-               r->sampling, (unsigned long long)r->step_bytes, r->bound, b->bandwidth);
+               r->sampling, (unsigned long long)r->step_bytes, r->bound, b->bandwidth, (long long)r->n_sequences);
     }
 }
 
 static json_t *row_json(const bench_row *r) {
-    return json_pack("{sI ss sb ss sI sf sf sf sI sI sf sf sf sI sf}", "depth", (json_int_t)r->depth, "fill",
+    return json_pack("{sI ss sb ss sI sI sf sf sf sI sI sf sf sf sI sf}", "depth", (json_int_t)r->depth, "fill",
                      r->synthetic ? "synthetic" : "prefill", "eviction", r->eviction, "test", r->what, "tokens",
-                     (json_int_t)r->n_tokens, "tps", r->median, "tps_low", r->low, "tps_high", r->high, "kv_bytes",
-                     (json_int_t)r->kv_bytes, "kv_bytes_full", (json_int_t)r->kv_bytes_full, "attention_share", r->attention,
-                     "eviction_share", r->evicting, "sampling_share", r->sampling, "step_bytes", (json_int_t)r->step_bytes,
-                     "bound_tps", r->bound);
+                     (json_int_t)r->n_tokens, "sequences", (json_int_t)r->n_sequences, "tps", r->median, "tps_low", r->low,
+                     "tps_high", r->high, "kv_bytes", (json_int_t)r->kv_bytes, "kv_bytes_full", (json_int_t)r->kv_bytes_full,
+                     "attention_share", r->attention, "eviction_share", r->evicting, "sampling_share", r->sampling, "step_bytes",
+                     (json_int_t)r->step_bytes, "bound_tps", r->bound);
 }
 
 static void print_json(const bench *b) {
@@ -421,7 +553,7 @@ static int run(bench *b) {
 int main(int argc, char **argv) {
     char message[512];
     static bench b;
-    bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0", .compare = true};
+    bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0", .parallel = 1, .compare = true};
     dt_shared_options_init(&o.shared);
     b.options = &o;
     const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);

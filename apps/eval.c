@@ -5,6 +5,7 @@
  *   needle     facts hidden in a text, asked for afterwards
  *   calibrate  how much each KV head needs, as an eviction config
  *   long       whether a text far beyond the context is predicted as within it
+ *   ab         prompts with eviction off and on, and a verdict
  *
  * Everything that can be refused without the model is refused before it is loaded.
  */
@@ -18,20 +19,23 @@
 #include <string.h>
 
 #define AT(member) offsetof(eval_options, member)
+#define EXIT_REJECTED 3 /* ab: measured, and a threshold was missed */
 #define N_OF(array) (sizeof(array) / sizeof(array)[0])
 
-static const dt_option common_rows[] = {
+static const dt_option text_rows[] = {
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin"},
     {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24,
      "tokens read before eviction counts (kld 4096, needle 3000, long the model's own)"},
     {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
+    {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
+};
+static const dt_option common_rows[] = {
     {"--policy", "NAME", DT_OPTION_TEXT, AT(policy), 0, 0,
      "this policy on every layer, with --kept or --max-cache-size (instead of a preset)"},
     {"--score", "fast|reconstruct", DT_OPTION_CHOICE, AT(score), 0, 0, "of policy importance_score (fast)"},
     {"--budget", "equal|adaptive", DT_OPTION_CHOICE, AT(budget), 0, 0,
      "with --policy: the same for every layer, or one sum shared out by the scores (equal)"},
-    {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
     {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
 };
 static const dt_option kld_rows[] = {
@@ -52,6 +56,23 @@ static const dt_option calibrate_rows[] = {
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
     {"-o, --output", "F", DT_OPTION_TEXT, AT(json), 0, 0, "the eviction config to write"},
 };
+static const dt_option ab_rows[] = {
+    {"-i, --input", "F", DT_OPTION_TEXT, AT(input), 0, 0,
+     "prompts, a line of JSON each: {\"prompt\": ...} or {\"messages\": [...]}; - = stdin"},
+    {"--samples", "N", DT_OPTION_INT, AT(n_samples), 1, 1 << 20, "lines used, from the first on (50)"},
+    {"-n, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, 1 << 24, "tokens generated at most; -1 = to the end of text (128)"},
+    {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "for messages, instead of the model's own"},
+    {"--skip-long", NULL, DT_OPTION_ON, AT(skip_long), 0, 0, "leave out prompts that exceed the context (an error)"},
+    {"--min-exact", "X", DT_OPTION_NUMBER, AT(min_exact), 0, 1, "passes only if this share of the outputs is the same (no check)"},
+    {"--min-rouge", "X", DT_OPTION_NUMBER, AT(min_rouge), 0, 1, "only if the mean ROUGE-L is at least this (no check)"},
+    {"--min-agreement", "X", DT_OPTION_NUMBER, AT(min_agreement), 0, 1,
+     "only if this share of tokens is the same, place by place (no check)"},
+    {"--min-speedup", "X", DT_OPTION_NUMBER, AT(min_speedup), 0, 1e6, "only if decoding is so many times as fast (no check)"},
+    {"--max-kv-share", "X", DT_OPTION_NUMBER, AT(max_kv_share), 0, 1e6,
+     "only if the KV cache takes at most this share of the full one (no check)"},
+};
+static const dt_option_group ab_group = {"ab; exit code 3 when a check fails", ab_rows, N_OF(ab_rows)};
+static const dt_option_group text_group = {"Text", text_rows, N_OF(text_rows)};
 static const dt_option long_rows[] = {
     {"--times", "N", DT_OPTION_INT, AT(n_times), 2, 1 << 16, "length of the text read, as a multiple of --context (10)"},
     {"--continuation", "N", DT_OPTION_INT, AT(n_continuation), 1, 1 << 20, "tokens of a piece that is scored (256)"},
@@ -65,16 +86,17 @@ static const dt_option_group needle_group = {"needle", needle_rows, N_OF(needle_
 
 typedef struct command {
     const char *name;
-    const dt_option_group *own;
+    const dt_option_group *own, *other; /* other: what it measures on */
     dt_status (*run)(eval *e, dt_error *error);
-    int64_t n_context;
+    int64_t n_context, n_samples;
 } command;
 
 static const command commands[] = {
-    {"kld", &kld_group, eval_kld, 4096},
-    {"needle", &needle_group, eval_needle, 3000},
-    {"calibrate", &calibrate_group, eval_calibrate, 4096},
-    {"long", &long_group, eval_long, 0},
+    {"kld", &kld_group, &text_group, eval_kld, 4096, 0},
+    {"needle", &needle_group, &text_group, eval_needle, 3000, 20},
+    {"calibrate", &calibrate_group, &text_group, eval_calibrate, 4096, 0},
+    {"long", &long_group, &text_group, eval_long, 0, 0},
+    {"ab", &ab_group, &dt_sampling_options, eval_ab, 0, 50},
 };
 
 dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) {
@@ -119,7 +141,7 @@ dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error) {
     dt_session_params params;
     session_params(e, &params);
     params.prefill = DT_PREFILL_FULL;
-    params.eviction = e->settings[0].eviction;
+    params.eviction = e->observer != NULL ? e->observer : e->settings[0].eviction;
     params.evict = DT_EVICT_HELD;
     return dt_session_new(e->model, &params, out, error);
 }
@@ -233,15 +255,19 @@ static dt_status read_text(eval *e, dt_error *error) {
 
 /* ---- main --------------------------------------------------------------------------------------- */
 
-static const char *check(const eval_options *o) {
-    if (o->file == NULL) {
+static const char *check(const eval_options *o, const command *c) {
+    if (c->run == eval_ab && o->input == NULL) {
+        return "there are no prompts to compare on; give them with -i FILE";
+    }
+    if (c->run != eval_ab && o->file == NULL) {
         return "there is no text to measure on; give one with -f FILE";
     }
     if (o->policy != NULL && (o->shared.eviction_preset != NULL || o->shared.eviction_config != NULL)) {
         return "--policy stands instead of --eviction-preset and --eviction-config; give one of them";
     }
     if (o->policy != NULL && o->kept == NULL && o->shared.max_cache_size == 0) {
-        return "--policy needs a budget: --kept 0.25, or --max-cache-size N";
+        return c->run == eval_ab ? "--policy needs a budget: --max-cache-size N"
+                                 : "--policy needs a budget: --kept 0.25, or --max-cache-size N";
     }
     if (o->depth_low > o->depth_high) {
         return "--depth-low is above --depth-high";
@@ -249,20 +275,49 @@ static const char *check(const eval_options *o) {
     return NULL;
 }
 
+/* What was evicted how, in words, for reports. */
+static void describe(const eval *e, char *out, size_t capacity) {
+    const eval_options *o = e->options;
+    if (o->policy == NULL) {
+        snprintf(out, capacity, "%.200s", dt_eviction_name(e->settings[0].eviction));
+    } else {
+        snprintf(out, capacity, "%.40s%s%s", o->policy, o->score == 0 ? "" : ", reconstruct",
+                 o->budget == 0 ? "" : ", shared budget");
+    }
+}
+
+static json_t *begin_result(const eval *e, const command *c) {
+    char label[256];
+    describe(e, label, sizeof label);
+    json_t *result =
+        json_pack("{ss ss ss ss ss}", "command", c->name, "model", e->options->shared.model, "eviction", label, "kv_type",
+                  dt_kv_type_word(e->options->shared.kv_type), "prefill", dt_prefill_word(e->options->shared.prefill));
+    if (c->run != eval_ab) {
+        json_object_update_new(result, json_pack("{sI ss}", "context", (json_int_t)e->options->n_context, "evict",
+                                                 e->options->evict == 0 ? "always" : "once"));
+    }
+    if (c->run == eval_needle) {
+        json_object_set_new(result, "question", json_string(e->options->question == 0 ? "after" : "aware"));
+    }
+    return result;
+}
+
 static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
-    dt_status status = dt_model_open(o->shared.model, NULL, &e->model, error);
-    if (status == DT_OK && o->n_context == 0) {
+    dt_status status = c->run == eval_ab ? eval_ab_read(e, error) : DT_OK;
+    if (status == DT_OK) {
+        status = dt_model_open(e->options->shared.model, NULL, &e->model, error);
+    }
+    if (status == DT_OK && c->run == eval_long && o->n_context == 0) {
         o->n_context = dt_model_get_info(e->model)->n_ctx_train;
     }
     if (status == DT_OK) {
         status = make_settings(e, error);
     }
-    if (status == DT_OK) {
+    if (status == DT_OK && c->run != eval_ab) {
         status = read_text(e, error);
     }
     if (status == DT_OK) {
-        e->result = json_pack("{ss ss sI}", "command", c->name, "model", e->options->shared.model, "context",
-                              (json_int_t)e->options->n_context);
+        e->result = begin_result(e, c);
         status = e->result != NULL ? c->run(e, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
     }
     dt_report_progress_end();
@@ -274,7 +329,9 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
     for (size_t i = 0; i < e->n_settings; i++) {
         dt_eviction_free(e->settings[i].eviction);
     }
+    dt_eviction_free(e->observer);
     json_decref(e->result);
+    json_decref(e->rows);
     dt_free(e->text);
     dt_model_close(e->model);
     return status;
@@ -282,12 +339,17 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
 
 static void print_usage(FILE *file, const char *program) {
     fprintf(file,
-            "usage: %s COMMAND -m FILE -f TEXT [flags]   (COMMAND --help lists the flags)\n"
-            "  kld        how far next-token distributions after eviction are from the full cache's\n"
-            "  needle     facts hidden in the text, asked for from the evicted and the full cache\n"
-            "  calibrate  measures how much each KV head needs, and writes an eviction config\n"
-            "  long       perplexity of a text far beyond the context, against that within it\n",
-            program);
+            "usage: %s COMMAND -m FILE -f TEXT [flags]\n"
+            "       %s ab -m FILE -i PROMPTS.jsonl [flags]\n"
+            "COMMAND --help lists the flags. Commands:\n"
+            "  kld        how far next-token distributions after eviction are from those of\n"
+            "             the full cache\n"
+            "  needle     facts hidden in the text, asked for from the evicted and the full\n"
+            "             cache\n"
+            "  calibrate  measures how much each KV head needs, writes an eviction config\n"
+            "  long       perplexity of a text far beyond the context, against that within it\n"
+            "  ab         answers to the same prompts with eviction off and on, compared\n",
+            program, program);
 }
 
 static const command *find_command(const char *name) {
@@ -310,12 +372,19 @@ int main(int argc, char **argv) {
         print_usage(help ? stdout : stderr, argv[0]);
         return help ? 0 : 2;
     }
-    const dt_option_group *const groups[] = {&common_group, c->own, &dt_model_options, &dt_eviction_options, &dt_output_options};
+    const dt_option_group *const groups[] = {
+        c->own, c->other, &common_group, &dt_model_options, &dt_eviction_options, &dt_output_options};
     char message[512];
     eval_options o = {.n_context = c->n_context,
                       .n_continuation = 256,
                       .n_chunks = 4,
-                      .n_samples = 20,
+                      .n_samples = c->n_samples,
+                      .n_predict = 128,
+                      .min_exact = -1,
+                      .min_rouge = -1,
+                      .min_agreement = -1,
+                      .min_speedup = -1,
+                      .max_kv_share = -1,
                       .n_needles = 1,
                       .n_times = 10,
                       .depth_low = 0.1,
@@ -334,8 +403,8 @@ int main(int argc, char **argv) {
         o.score = o.budget = 1;
     }
     good = good && dt_shared_options_check(&o.shared, message, sizeof message);
-    if (good && check(&o) != NULL) {
-        snprintf(message, sizeof message, "%s", check(&o));
+    if (good && check(&o, c) != NULL) {
+        snprintf(message, sizeof message, "%s", check(&o, c));
         good = false;
     }
     if (!good) {
@@ -346,15 +415,17 @@ int main(int argc, char **argv) {
     dt_run_signals();
     dt_error error = {0};
     dt_stats_file *file = NULL;
-    const char *inputs[] = {o.shared.model, o.file, o.shared.eviction_config};
+    const char *inputs[] = {o.shared.model, o.file, o.input, o.shared.eviction_config};
+    eval e = {.options = &o, .command = c->name};
     dt_status status = o.json != NULL ? dt_stats_file_open(o.json, inputs, N_OF(inputs), &file, &error) : DT_OK;
     if (status == DT_OK) {
-        eval e = {.options = &o, .command = c->name};
         status = run(&e, &o, c, file, &error);
     }
     dt_stats_file_free(file);
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }
-    return status == DT_OK ? 0 : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2 : 1;
+    return status == DT_OK                                                               ? (e.rejected ? EXIT_REJECTED : 0)
+           : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2
+                                                                                         : 1;
 }

@@ -1,8 +1,8 @@
 /*
  * What the subcommands of ./deeptutor-eval share: flags, the model, a text's tokens, the settings to compare, the file of results.
  *
- * Invariants: every comparison starts from one cache that both sides share (a fork), so that only eviction differs; stdout holds the
- * result and nothing else; the JSON file is whole or not there.
+ * Invariants: kld, needle and calibrate compare forks of one cache, so that only eviction differs (ab runs each side by itself, to
+ * time it); stdout holds the result and nothing else; the JSON file is whole or not there.
  */
 #ifndef DT_APPS_EVAL_H
 #define DT_APPS_EVAL_H
@@ -16,11 +16,13 @@
 
 typedef struct eval_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
-    const char *file, *json, *policy, *kept;
+    const char *file, *json, *policy, *kept, *input, *chat_template;
     int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict, n_times;
     int64_t evict, question, form, score, budget; /* choices */
-    double depth_low, depth_high, min_same, min_rouge;
+    double depth_low, depth_high;
+    double min_exact, min_rouge, min_agreement, min_speedup, max_kv_share; /* below 0: not given */
     int64_t seed;
+    bool skip_long;
 } eval_options;
 
 /* One way to evict. */
@@ -35,9 +37,12 @@ typedef struct eval {
     dt_model *model;
     int32_t *text; /* the file's tokens */
     size_t n_text;
+    json_t *rows; /* ab: the lines of the input, {"line", "row"} */
     eval_setting settings[EVAL_MAX_SETTINGS];
     size_t n_settings;
-    json_t *result; /* what --json writes */
+    dt_eviction *observer; /* NULL, or what the base session collects attention for where settings[0] needs none */
+    json_t *result;        /* what --json writes */
+    bool rejected;         /* a threshold was missed */
 } eval;
 
 /* Each measures, prints its table and fills b->result. */
@@ -45,6 +50,10 @@ dt_status eval_kld(eval *e, dt_error *error);
 dt_status eval_needle(eval *e, dt_error *error);
 dt_status eval_calibrate(eval *e, dt_error *error);
 dt_status eval_long(eval *e, dt_error *error);
+dt_status eval_ab(eval *e, dt_error *error);
+
+/* Reads and checks the lines of ab's input; needs no model. */
+dt_status eval_ab_read(eval *e, dt_error *error);
 
 /* A session that collects what the settings' scores need and evicts nothing; forks of it are compared. Free with dt_session_free. */
 dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error);

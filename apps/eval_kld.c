@@ -6,7 +6,7 @@
  * likeliest, and the negative log likelihood that each gives to the token that follows. Means are over tokens, then over chunks; the
  * standard error is that of the mean over chunks.
  */
-#include "eval.h"
+#include "eval_map.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -63,12 +63,15 @@ static bool compare(size_t i, const float *logits, void *user) {
     return true;
 }
 
-static dt_status measure_setting(eval *e, const dt_session *base, const eval_setting *setting, const int32_t *fed, comparison *c,
+static dt_status measure_setting(eval *e, const dt_session *base, size_t setting, const int32_t *fed, comparison *c, eval_map *map,
                                  dt_error *error) {
     dt_session *evicted = NULL;
-    dt_status status = eval_evicted_session(e, base, setting, &evicted, error);
+    dt_status status = eval_evicted_session(e, base, &e->settings[setting], &evicted, error);
     if (status == DT_OK) {
         c->sums->kept = eval_kept_share(e, evicted);
+        status = eval_map_add(map, setting, base, evicted, error);
+    }
+    if (status == DT_OK) {
         status = dt_session_score(evicted, fed, c->n, compare, c, error);
     }
     dt_session_free(evicted);
@@ -84,7 +87,7 @@ static bool on_prefill(int64_t done, int64_t total, void *user) {
 }
 
 /* sums: [n_settings]. A chunk is n_context + n_continuation + 1 tokens. */
-static dt_status measure_chunk(eval *e, size_t index, float *full, chunk_sums *sums, dt_error *error) {
+static dt_status measure_chunk(eval *e, size_t index, float *full, chunk_sums *sums, eval_map *map, dt_error *error) {
     const eval_options *o = e->options;
     const size_t n_context = (size_t)o->n_context, n = (size_t)o->n_continuation;
     const int32_t *text = e->text + index * (n_context + n + 1);
@@ -104,7 +107,7 @@ static dt_status measure_chunk(eval *e, size_t index, float *full, chunk_sums *s
     dt_session_free(reference);
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
         c.sums = &sums[i];
-        status = measure_setting(e, base, &e->settings[i], text + n_context, &c, error);
+        status = measure_setting(e, base, i, text + n_context, &c, map, error);
         if (status == DT_OK && !eval_progress((int64_t)index, o->n_chunks, NULL)) {
             status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
         }
@@ -120,7 +123,7 @@ static eval_mean mean_over_chunks(const chunk_sums *sums, size_t n_chunks, size_
     return eval_mean_of(values, n_chunks);
 }
 
-static void report(eval *e, const chunk_sums *sums, double *values) {
+static void report(eval *e, const chunk_sums *sums, const eval_map *map, double *values) {
     const size_t n_chunks = (size_t)e->options->n_chunks, n = e->n_settings;
     json_t *rows = json_array();
     printf("| kept |    KLD | +-     | top-1 | NLL    | NLL full |\n| ---: | ---: | ---: | ---: | ---: | ---: |\n");
@@ -135,11 +138,21 @@ static void report(eval *e, const chunk_sums *sums, double *values) {
             json_array_append_new(chunks, json_pack("{sf sf sf sf sf}", "kld", c->kld, "top1", c->same, "nll", c->nll, "nll_full",
                                                     c->nll_full, "kept_share", c->kept));
         }
-        json_array_append_new(rows, json_pack("{sf sf sf sf sf sf sf so}", "budget_share", e->settings[s].kept, "kld", kld.mean,
+        json_array_append_new(rows, json_pack("{sf sf sf sf sf sf sf so so}", "budget_share", e->settings[s].kept, "kld", kld.mean,
                                               "kld_error", kld.error, "top1", same.mean, "nll", nll.mean, "nll_full", full.mean,
-                                              "kept_share", kept.mean, "chunks", chunks));
+                                              "kept_share", kept.mean, "chunks", chunks, "map", eval_map_json(map, s)));
     }
+    json_object_set_new(e->result, "mass", eval_map_mass(map));
     eval_set_result(e, rows);
+}
+
+/* A window needs no attention to be observed, but the map of what it gives up does. */
+static dt_status observe_windows(eval *e, dt_error *error) {
+    static const char text[] = "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 16, \"min_cache_size\": 16}}";
+    if (e->options->policy == NULL || strcmp(e->options->policy, "local_window") != 0) {
+        return DT_OK;
+    }
+    return dt_eviction_from_text(e->model, "observer", text, sizeof text - 1, &e->observer, error);
 }
 
 dt_status eval_kld(eval *e, dt_error *error) {
@@ -154,19 +167,24 @@ dt_status eval_kld(eval *e, dt_error *error) {
     float *full = malloc(((size_t)o->n_continuation + 1) * n_vocab * sizeof *full);
     chunk_sums *sums = calloc(n_chunks * e->n_settings, sizeof *sums);
     double *values = calloc(n_chunks, sizeof *values);
-    dt_status status = full != NULL && sums != NULL && values != NULL
+    eval_map *map = eval_map_new(e);
+    dt_status status = full != NULL && sums != NULL && values != NULL && map != NULL
                            ? DT_OK
                            : eval_fail(error, DT_ERR_MEMORY,
                                        "out of memory for %lld tokens' distributions; give a smaller "
                                        "--continuation",
                                        (long long)o->n_continuation);
+    if (status == DT_OK) {
+        status = observe_windows(e, error);
+    }
     for (size_t i = 0; i < n_chunks && status == DT_OK; i++) {
-        status = measure_chunk(e, i, full, sums + i * e->n_settings, error);
+        status = measure_chunk(e, i, full, sums + i * e->n_settings, map, error);
     }
     dt_report_progress_end();
     if (status == DT_OK) {
-        report(e, sums, values);
+        report(e, sums, map, values);
     }
+    eval_map_free(map);
     free(full);
     free(sums);
     free(values);

@@ -39,17 +39,18 @@ def run(command: list, what: str) -> str:
     return done.stdout
 
 
-def build_llama_bench() -> Path:
+def build_peer(target: str) -> Path:
+    """A program of llama.cpp's."""
     sources = sorted((ROOT / "deps/cache").glob("llama.cpp-*"), key=os.path.getctime)
     if not sources:
         sys.exit("the source of llama.cpp is not there; run: bash run.sh")
     folder = PEERS / sources[-1].name
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
                "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'bench/peers.cmake'}"]
-    say("building llama-bench (minutes, the first time)")
+    say(f"building {target} (minutes, the first time)")
     run(["cmake", "-S", sources[-1], "-B", folder, *options], "configuring llama.cpp")
-    run(["cmake", "--build", folder, "--target", "llama-bench", "-j", os.cpu_count()], "building llama-bench")
-    return folder / "bin/llama-bench"
+    run(["cmake", "--build", folder, "--target", target, "-j", os.cpu_count()], f"building {target}")
+    return folder / "bin" / target
 
 
 def install_openvino() -> Path:
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
 
-    llama, python = build_llama_bench(), install_openvino()
+    llama, python = build_peer("llama-bench"), install_openvino()
     eviction = ["--cache-eviction", "--no-compare", "--max-cache-size", args.budget]
     engines = {
         "llama.cpp": lambda depth: measure_llama(llama, args, depth),

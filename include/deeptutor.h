@@ -186,6 +186,7 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
 /* ---- session ------------------------------------------------------------------------------------ */
 
 typedef struct dt_session dt_session;
+typedef struct dt_group dt_group; /* of sessions that compute together; see below */
 
 typedef enum dt_kv_type { DT_KV_F16, DT_KV_INT8 } dt_kv_type;
 typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
@@ -194,23 +195,23 @@ typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
 typedef enum dt_evict { DT_EVICT_ALWAYS, DT_EVICT_ONCE, DT_EVICT_HELD } dt_evict;
 
 typedef struct dt_session_params {
-    int32_t n_ctx;     /* farthest that a token sees back; 0 = the model's own. The longest conversation too, unless every layer
+    int32_t n_ctx;           /* farthest that a token sees back; 0 = the model's own. The longest conversation too, unless every layer
                                 evicts or has a window: then kept tokens move together (docs/memory.md) and it may go on */
-    int32_t n_batch;   /* prefill chunk in tokens; 0 = 512 */
-    int32_t n_threads; /* decode threads; 0 = physical cores */
+    int32_t n_batch;         /* prefill chunk in tokens; 0 = 512 */
+    int32_t n_threads;       /* decode threads; 0 = physical cores */
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
     dt_kv_type kv_type;
     dt_prefill prefill;
-    const char
-        *kernel; /* of attention: "auto", "reference", "avx2", "avx512", "avx512_vnni", "neon", "reference_int16"; NULL = auto */
+    const char *kernel; /* of attention: "reference", "avx2", "avx512"... (unknown ones are refused with the list); NULL = "auto" */
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
     uint64_t kv_memory; /* bytes the cache never exceeds; 0 = no limit. Settings give way (docs/memory.md), or DT_ERR_LIMIT */
     int32_t n_expected; /* the most tokens the conversation will have, for kv_memory; 0 = n_ctx */
     /* States kept to go back to where eviction has taken what a rewind needs, one for the end of each of the last syncs, while they
-     * fit into the memory that the cache was said to take; 0 = 2, below 0 = none */
+     * fit into the memory that the cache was said to take; 0 = 2 (in a group none), below 0 = none */
     int32_t n_snapshots;
+    dt_group *group;    /* whose threads, kernel and scratch it uses, of the same model; NULL = it has its own */
 } dt_session_params;
 
 /* Called between prefill chunks and decode steps; returning false cancels (DT_ERR_CANCELLED, the session stays usable). */
@@ -231,7 +232,7 @@ typedef struct dt_layer_stats {
 
 typedef struct dt_session_stats {
     const char *kernel;
-    int32_t n_tokens, n_ctx, n_threads;
+    int32_t n_tokens, n_ctx, n_threads, n_batch;
     uint64_t kv_bytes, kv_bytes_peak, kv_bytes_full; /* allocated now, at most, and what full caching would need now */
     uint64_t kv_step_bytes;                          /* keys and values that one decode step reads */
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */
@@ -244,13 +245,16 @@ int32_t dt_default_threads(void); /* what 0 threads stands for */
 dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error);
 void dt_session_free(dt_session *session);
 /* A second session with the same conversation, logits included; cached keys and values are shared until either side changes them.
- * It goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at once. Scores are those
+ * It is in the same group, and goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at once. Scores are those
  * that `from` collected: a policy that needs them where `from` had none is DT_ERR_ARGUMENT. */
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error);
 /* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is still
  * whole, or rebuilds. progress and result may be NULL. On failure the session holds the tokens that were computed so far. */
 dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
                           dt_sync_result *result, dt_error *error);
+/* The first half of it: takes the conversation back to what it shares with tokens[n] and computes nothing. What is missing, tokens
+ * [result->reused_tokens, n), is to be appended; where nothing is, the logits are there. */
+dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error);
 /* One decode step: appends `token`. probability: how likely it was when sampled (weights its attention in scores); 1 = unknown. */
 dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error);
 /* Called with logits[n_vocab], those after the i-th of the scored tokens. Returning false stops. */
@@ -268,7 +272,45 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
 /* Original positions of the tokens that lane (layer, kv_head) keeps, ascending. *out: free with dt_free. */
 dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
                                     dt_error *error);
+/* The attention that each of them gets, in the same order: a running mean over about the last 32 queries observed, summed over the
+ * query heads that share the lane; it begins with the same amount for all. DT_ERR_ARGUMENT where the layer's policy observes none.
+ * *out: free with dt_free. */
+dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
+                               dt_error *error);
 dt_status dt_session_check(const dt_session *session, dt_error *error); /* the whole structure of the cache; for tests */
+
+/* ---- many sessions at once ---------------------------------------------------------------------- */
+
+typedef struct dt_group_params {
+    int32_t n_threads, n_threads_batch; /* as in dt_session_params; steps of more than one token use the second */
+    const char *kernel;
+    uint64_t kv_memory; /* bytes that the caches of all its sessions never exceed together; 0 = no limit */
+} dt_group_params;
+
+typedef struct dt_group_stats {
+    int32_t n_sessions, n_threads;
+    uint64_t kv_bytes, kv_bytes_peak; /* of all caches, what forks share counted once */
+    int64_t n_steps, n_tokens;        /* computed */
+} dt_group_stats;
+
+typedef struct dt_step {
+    dt_session *session;
+    const int32_t *tokens; /* [n] appended to it: one to decode, or up to the session's n_batch of a prompt */
+    int32_t n, n_follow;   /* n_follow: tokens of the prompt that later steps bring, 0 when decoding */
+    float probability;     /* of a decoded token, as in dt_session_append */
+    dt_error error;        /* out: code DT_OK, or why this step failed; what the session holds, dt_session_tokens tells then */
+} dt_step;
+
+/* params may be NULL. A group and its sessions are used by one thread at a time; sessions are freed before their group. */
+dt_status dt_group_new(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error);
+void dt_group_free(dt_group *group);
+void dt_group_get_stats(const dt_group *group, dt_group_stats *out);
+/* Computes steps of different sessions in one batch, which reads the weights once for all, and evicts from each as dt_session_append
+ * or, with prompts, dt_session_sync would. Sessions may come and go between steps. Each keeps its logits until its own next call or step.
+ * One that fails doesn't disturb the others: DT_OK when all were done, else status and sentence of the first that was not. */
+dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_error *error);
+/* The most bytes a session's cache can come to while its conversation grows to n_tokens; what forks share is counted in each. */
+uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens);
 
 /* ---- sessions on disk (docs/session-format.md) -------------------------------------------------- */
 

@@ -148,8 +148,7 @@ static void fill_lane(scene *s, int32_t lane) {
                        .k = k,
                        .v = v,
                        .k_token_stride = (size_t)s->p.dim_k,
-                       .v_token_stride = (size_t)s->p.dim_v,
-                       .n_threads = 1};
+                       .v_token_stride = (size_t)s->p.dim_v};
     reference()->store(&job, 0, 1);
     free(k);
     free(v);
@@ -292,10 +291,12 @@ static void run(const dt_attn_kernel *kernel, dt_attn_job *job, int32_t n_thread
         max_entries = DT_MAX(max_entries, job->lanes[lane].n_spans * job->format->block_tokens);
     }
     job->kernel = kernel;
-    job->n_threads = n_threads;
-    job->scratch_bytes = kernel->scratch_bytes(job->format, job->n_lanes, job->n_rep, job->n_query, max_entries, n_threads);
+    job->scratch_bytes = kernel->scratch_bytes(job->format, job->n_lanes, job->n_rep, job->n_query, max_entries);
     job->scratch = new_aligned(job->scratch_bytes);
     memset(job->scratch, 0xFF, job->scratch_bytes); /* NaN */
+    job->thread_bytes = kernel->thread_bytes(job->format, max_entries);
+    job->thread_scratch = new_aligned((size_t)n_threads * job->thread_bytes);
+    memset(job->thread_scratch, 0xFF, (size_t)n_threads * job->thread_bytes);
     kernel->prepare(job);
     worker workers[8];
     pthread_t threads[8];
@@ -311,7 +312,8 @@ static void run(const dt_attn_kernel *kernel, dt_attn_job *job, int32_t n_thread
     }
     assert_true(pthread_cond_destroy(&all.everybody_here) == 0 && pthread_mutex_destroy(&all.mutex) == 0);
     free(job->scratch);
-    job->scratch = NULL;
+    free(job->thread_scratch);
+    job->scratch = job->thread_scratch = NULL;
 }
 
 static void run_scene(const dt_attn_kernel *kernel, scene *s, int32_t n_threads) {

@@ -58,6 +58,17 @@ def test_json(model):
     assert on["step_bytes"] < off["step_bytes"]  # an evicted cache is read faster
 
 
+@pytest.mark.parametrize("fill", ["prefill", "synthetic"])
+def test_parallel(model, fill):
+    result = bench("-m", model, "-d", "64", "-n", "4", "-r", "2", "--parallel", "3", "--fill", fill, "--cache-eviction",
+                   "--max-cache-size", str(BUDGET), "-o", "json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout, parse_constant=refuse_constant)["rows"]
+    tests = ["decode"] if fill == "synthetic" else ["prompt", "decode"]
+    assert [(row["eviction"], row["test"], row["sequences"]) for row in rows] == [(on, test, 3) for on in (False, True) for test in tests]
+    assert rows[-1]["step_bytes"] < rows[len(tests) - 1]["step_bytes"] and all(row["tps"] > 0 for row in rows)
+
+
 def test_table_that_cant_be_written(model):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")

@@ -243,7 +243,7 @@ static void test_each_allocation_fails_in_turn(void **state) {
                                                                             decode_drafted, load,    fork_and_grow};
     snprintf(path, sizeof path, "/tmp/dt-torture-%d.bin", (int)getpid());
     for (size_t job = 0; job < sizeof jobs / sizeof jobs[0]; job++) {
-        for (int which = 0; which < 2; which++) { /* the cache's memory, the graph's */
+        for (int which = 0; which < 3; which++) { /* the cache's memory, the session's, the graph's */
             long long n = 0;
             dt_status status = DT_ERR_MEMORY;
             for (; status != DT_OK; n += n < 30 ? 1 : 5) {
@@ -254,7 +254,7 @@ static void test_each_allocation_fails_in_turn(void **state) {
                 if (job == 4 && n == 0) {
                     assert_int_equal(dt_session_save(s, NULL, path, &error), DT_OK);
                 }
-                dt_memory *memory = which == 0 ? &s->kv_memory->memory : &s->work_memory;
+                dt_memory *memory = which == 0 ? &s->kv_memory->memory : which == 1 ? &s->work_memory : &s->group->memory;
                 atomic_store(&memory->fail_after, n);
                 status = jobs[job](s, f, &error);
                 atomic_store(&memory->fail_after, -1);

@@ -45,11 +45,12 @@ enum { BATCH_INVARIANT = false };
 static bool always_supported(void) { return true; }
 
 #define DRIVER                                                                                                                     \
-    .scratch_bytes = dt_attn_driver_scratch_bytes, .prepare = dt_attn_driver_prepare, .store = dt_attn_driver_store,               \
-    .attend = dt_attn_driver_attend, .observe = dt_attn_driver_observe
+    .scratch_bytes = dt_attn_driver_scratch_bytes, .thread_bytes = dt_attn_driver_thread_bytes, .prepare = dt_attn_driver_prepare, \
+    .store = dt_attn_driver_store, .attend = dt_attn_driver_attend, .observe = dt_attn_driver_observe
 #define REFERENCE                                                                                                                  \
-    .supported = always_supported, .scratch_bytes = dt_attn_reference_scratch_bytes, .prepare = dt_attn_reference_prepare,         \
-    .store = dt_attn_reference_store, .observe = dt_attn_reference_observe
+    .supported = always_supported, .scratch_bytes = dt_attn_reference_scratch_bytes,                                               \
+    .thread_bytes = dt_attn_reference_thread_bytes, .prepare = dt_attn_reference_prepare, .store = dt_attn_reference_store,        \
+    .observe = dt_attn_reference_observe
 
 /* Fastest first: "auto" takes the first that is supported; in the batch-invariant build, of those without 16-bit tiles. */
 static const dt_attn_kernel kernels[] = {

@@ -1,7 +1,7 @@
 /*
  * Attention over lanes of cached keys and values, on the CPU, on plain pointers. Includes nothing but base.
  *
- * For one layer and one sequence: every KV head ("lane") has its own spans of entries, lanes may differ in length;
+ * A job is one layer of one sequence: every KV head ("lane") has its own spans of entries, lanes may differ in length;
  * n_rep query heads share a lane and are computed together, so that each key and value is read once. The last
  * n_query entries of every lane are the batch's own tokens, in order: query i sees all older entries and those of
  * queries 0..i (causal by index, since committed entries have no order).
@@ -16,7 +16,8 @@
  *
  * Calling: each phase is called by every thread with (ith, nth), with a barrier between phases (graph/ makes
  * them ggml nodes): store -> attend -> observe. prepare is called once, by one thread, before attend; it may run while other
- * threads store.
+ * threads store. Jobs of a batch's sequences go through a phase together, without barriers between them; a thread is in one job at a
+ * time.
  */
 #ifndef DT_ATTN_H
 #define DT_ATTN_H
@@ -56,10 +57,13 @@ typedef struct dt_attn_job {
     int32_t n_mass_rows;
     size_t mass_stride; /* floats, >= n_entries of every lane */
     bool mass_peak;     /* the largest probability of all instead of their sum */
-    /* scratch of dt_attn_scratch_bytes, private to this job while it runs, 64-byte aligned */
+    /* The kernel's scratch_bytes, private to this job from prepare to the last phase, 64-byte aligned; may be NULL where that is 0 */
     void *scratch;
     size_t scratch_bytes;
-    int32_t n_threads; /* most threads that will call the phases */
+    /* A thread's own, thread_bytes for each, 64-byte aligned: holds nothing from one call of a phase to the next, so that jobs of
+     * several sequences share it. */
+    char *thread_scratch;
+    size_t thread_bytes;
 } dt_attn_job;
 
 struct dt_attn_kernel {
@@ -67,10 +71,10 @@ struct dt_attn_kernel {
     bool (*supported)(void);               /* by this machine, at run time */
     const struct dt_attn_ops *ops;         /* private to attn/ (attn_driver.h); NULL for the references */
     const struct dt_attn_int16_ops *int16; /* NULL: everything is computed in F32 */
-    /* Enough for every job up to these sizes. max_entries: the longest lane with every span counted as full
+    /* Enough for every job up to these sizes; a multiple of 64. max_entries: the longest lane with every span counted as full
      * (n_spans * block_tokens). */
-    size_t (*scratch_bytes)(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query, int32_t max_entries,
-                            int32_t n_threads);
+    size_t (*scratch_bytes)(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query, int32_t max_entries);
+    size_t (*thread_bytes)(const dt_kv_format *format, int32_t max_entries);
     void (*prepare)(dt_attn_job *job);
     /* Writes the batch's keys and values as the last n_query entries of every lane, with their positions and value norms.
      * What is stored is finite: numbers are held to +-65504, NaN becomes 0. */

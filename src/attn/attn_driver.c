@@ -57,7 +57,6 @@ typedef struct attn_plan {
     float *span_max, *span_sum;   /* by span: [spans][n_rows] */
     float *span_out;              /* by span: [spans][n_rows][dim_v_padded] */
     float *kept;                  /* keep: [spans][n_rows][block_tokens] weights relative to the span's maximum */
-    thread_scratch *threads;      /* [n_threads] */
 } attn_plan;
 
 static attn_plan *plan_of(const dt_attn_job *job) { return job->scratch; }
@@ -77,10 +76,10 @@ static void *carve(carver *c, size_t count, size_t size) {
 
 static float *carve_floats(carver *c, size_t count) { return carve(c, count, sizeof(float)); }
 
-static void carve_thread(carver *c, const dt_kv_format *f, thread_scratch *thread) {
+static thread_scratch carve_thread(carver *c, const dt_kv_format *f) {
     const size_t rows = DT_TILE_ROWS + DT_ATTN_SLACK_ROWS, dim_k = (size_t)f->dim_k_padded, dim_v = (size_t)f->dim_v_padded;
     const size_t tokens = (size_t)f->block_tokens;
-    const thread_scratch carved = {
+    return (thread_scratch){
         .q = carve_floats(c, rows * dim_k),
         .s = carve_floats(c, rows * (tokens + DT_KV_GROUP)),
         .keys = carve_floats(c, DT_KEY_GROUPS * dim_k * DT_KV_GROUP),
@@ -100,14 +99,23 @@ static void carve_thread(carver *c, const dt_kv_format *f, thread_scratch *threa
         .value_step = carve_floats(c, tokens),
         .add = carve_floats(c, tokens),
     };
-    if (thread != NULL) {
-        *thread = carved;
-    }
+}
+
+size_t dt_attn_driver_thread_bytes(const dt_kv_format *format, int32_t max_entries) {
+    carver c = {.base = NULL};
+    (void)max_entries;
+    (void)carve_thread(&c, format);
+    return c.used;
+}
+
+static thread_scratch scratch_of_thread(const dt_attn_job *job, int32_t ith) {
+    carver c = {.base = job->thread_scratch + job->thread_bytes * (size_t)ith};
+    return carve_thread(&c, job->format);
 }
 
 /* Lays the plan out for n_spans spans in all. plan: NULL to count only. */
 static size_t carve_plan(attn_plan *plan, const dt_kv_format *f, size_t n_lanes, size_t n_rows, size_t n_spans, bool by_span,
-                         bool keep, size_t n_threads) {
+                         bool keep) {
     carver c = {.base = (char *)plan, .used = DT_ROUND_UP(sizeof(attn_plan), (size_t)64)};
     const size_t span_rows = by_span ? n_spans * n_rows : 0, tokens = (size_t)f->block_tokens;
     attn_plan counted;
@@ -121,21 +129,17 @@ static size_t carve_plan(attn_plan *plan, const dt_kv_format *f, size_t n_lanes,
     p->span_sum = carve_floats(&c, span_rows);
     p->span_out = carve_floats(&c, span_rows * (size_t)f->dim_v_padded);
     p->kept = carve_floats(&c, keep ? span_rows * tokens : 0);
-    p->threads = carve(&c, n_threads, sizeof(thread_scratch));
-    for (size_t i = 0; i < n_threads; i++) {
-        carve_thread(&c, f, plan != NULL ? &plan->threads[i] : NULL);
-    }
     return c.used;
 }
 
 size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
-                                    int32_t max_entries, int32_t n_threads) {
-    const size_t rows = (size_t)n_rep * (size_t)n_query, lanes = (size_t)n_lanes, threads = (size_t)n_threads;
+                                    int32_t max_entries) {
+    const size_t rows = (size_t)n_rep * (size_t)n_query, lanes = (size_t)n_lanes;
     const size_t spans = lanes * (size_t)((max_entries + format->block_tokens - 1) / format->block_tokens);
     /* A smaller job of the same kind may go another way, so the bound is the largest of the ways. */
-    const size_t tile = carve_plan(NULL, format, lanes, rows, spans, false, false, threads);
-    const size_t span = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_ATTN_SPAN_ROWS), spans, true, false, threads);
-    const size_t kept = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_KEPT_ROWS), spans, true, true, threads);
+    const size_t tile = carve_plan(NULL, format, lanes, rows, spans, false, false);
+    const size_t span = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_ATTN_SPAN_ROWS), spans, true, false);
+    const size_t kept = carve_plan(NULL, format, lanes, DT_MIN(rows, (size_t)DT_KEPT_ROWS), spans, true, true);
     return DT_MAX(tile, DT_MAX(span, kept));
 }
 
@@ -160,8 +164,8 @@ void dt_attn_driver_prepare(dt_attn_job *job) {
     plan->n_tiles = (n_rows + DT_TILE_ROWS - 1) / DT_TILE_ROWS;
     plan->n_tasks = plan->by_span ? n_spans : job->n_lanes * plan->n_tiles;
     plan->s_stride = (size_t)job->format->block_tokens + DT_KV_GROUP;
-    const size_t bytes = carve_plan(plan, job->format, (size_t)job->n_lanes, (size_t)n_rows, (size_t)n_spans, plan->by_span,
-                                    plan->keep, (size_t)job->n_threads);
+    const size_t bytes =
+        carve_plan(plan, job->format, (size_t)job->n_lanes, (size_t)n_rows, (size_t)n_spans, plan->by_span, plan->keep);
     assert(bytes <= job->scratch_bytes);
     (void)bytes;
     atomic_init(&plan->next_task, 0);
@@ -690,11 +694,11 @@ static void attend_by_tile(const dt_attn_job *job, const thread_scratch *thread)
 
 void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth) {
     (void)nth;
-    const attn_plan *plan = plan_of(job);
-    if (plan->by_span) {
-        attend_by_span(job, &plan->threads[ith]);
+    const thread_scratch thread = scratch_of_thread(job, ith);
+    if (plan_of(job)->by_span) {
+        attend_by_span(job, &thread);
     } else {
-        attend_by_tile(job, &plan->threads[ith]);
+        attend_by_tile(job, &thread);
     }
 }
 
@@ -780,6 +784,7 @@ void dt_attn_driver_observe(dt_attn_job *job, int32_t ith, int32_t nth) {
     if (job->mass_row == NULL) {
         return;
     }
+    const thread_scratch thread = scratch_of_thread(job, ith);
     /* Every thread owns the mass columns of some spans, so that sums have one order. */
     const int64_t n_spans = plan->first_span[job->n_lanes];
     const int32_t from = (int32_t)(n_spans * ith / nth), to = (int32_t)(n_spans * (ith + 1) / nth);
@@ -795,9 +800,9 @@ void dt_attn_driver_observe(dt_attn_job *job, int32_t ith, int32_t nth) {
             memset(l->mass + (size_t)row * job->mass_stride + column, 0, (size_t)n * sizeof(float));
         }
         if (plan->keep) {
-            observe_kept(job, &plan->threads[ith], lane, begin, end);
+            observe_kept(job, &thread, lane, begin, end);
         } else {
-            observe_again(job, &plan->threads[ith], lane, begin, end);
+            observe_again(job, &thread, lane, begin, end);
         }
     }
 }

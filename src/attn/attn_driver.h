@@ -139,7 +139,8 @@ static inline int32_t dt_attn_block_rows(int32_t n, int32_t largest) {
 }
 
 size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
-                                    int32_t max_entries, int32_t n_threads);
+                                    int32_t max_entries);
+size_t dt_attn_driver_thread_bytes(const dt_kv_format *format, int32_t max_entries);
 void dt_attn_driver_prepare(dt_attn_job *job);
 void dt_attn_driver_store(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth);
@@ -160,7 +161,8 @@ extern const dt_attn_int16_ops dt_attn_avx512_int16;
 
 /* The references share nothing with the driver (attn_reference.c). */
 size_t dt_attn_reference_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
-                                       int32_t max_entries, int32_t n_threads);
+                                       int32_t max_entries);
+size_t dt_attn_reference_thread_bytes(const dt_kv_format *format, int32_t max_entries);
 void dt_attn_reference_prepare(dt_attn_job *job);
 void dt_attn_reference_store(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_reference_attend(dt_attn_job *job, int32_t ith, int32_t nth);

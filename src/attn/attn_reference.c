@@ -11,17 +11,22 @@
 #include <math.h>
 #include <string.h>
 
-/* Scores of one row over the whole lane, per thread. */
 size_t dt_attn_reference_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
-                                       int32_t max_entries, int32_t n_threads) {
-    (void)format, (void)n_lanes, (void)n_rep, (void)n_query;
-    return (size_t)n_threads * (size_t)max_entries * sizeof(double);
+                                       int32_t max_entries) {
+    (void)format, (void)n_lanes, (void)n_rep, (void)n_query, (void)max_entries;
+    return 0;
+}
+
+/* Scores of one row over the whole lane. */
+size_t dt_attn_reference_thread_bytes(const dt_kv_format *format, int32_t max_entries) {
+    (void)format;
+    return DT_ROUND_UP((size_t)max_entries * sizeof(double), (size_t)64);
 }
 
 void dt_attn_reference_prepare(dt_attn_job *job) { (void)job; }
 
 static double *thread_scores(const dt_attn_job *job, int32_t ith) {
-    return (double *)job->scratch + job->scratch_bytes / sizeof(double) / (size_t)job->n_threads * (size_t)ith;
+    return (double *)(void *)(job->thread_scratch + job->thread_bytes * (size_t)ith);
 }
 
 /* ---- store ------------------------------------------------------------------------------------------- */

@@ -33,6 +33,7 @@ typedef struct dt_memory {
     atomic_size_t bytes_peak; /* at most so far */
     atomic_llong fail_after;  /* tests: allocations left before one fails (and all later ones); -1 = never */
     size_t limit;             /* `bytes` never exceeds it: an allocation that would fails; 0 = none. Set before first use */
+    struct dt_memory *parent; /* counts the same bytes too, under its own limit; NULL = none. Set before first use */
 } dt_memory;
 
 void dt_memory_init(dt_memory *memory);

@@ -16,6 +16,7 @@ void dt_memory_init(dt_memory *memory) {
     atomic_init(&memory->bytes_peak, 0);
     atomic_init(&memory->fail_after, -1);
     memory->limit = 0;
+    memory->parent = NULL;
 }
 
 static bool may_allocate(dt_memory *memory) {
@@ -28,6 +29,12 @@ static bool may_allocate(dt_memory *memory) {
     return left < 0;
 }
 
+static void uncount(dt_memory *memory, size_t bytes) {
+    for (; memory != NULL; memory = memory->parent) {
+        atomic_fetch_sub(&memory->bytes, bytes);
+    }
+}
+
 /* Counts the bytes before they are allocated, so that threads cannot exceed the limit together. */
 static bool count(dt_memory *memory, size_t bytes) {
     size_t before = atomic_load(&memory->bytes);
@@ -36,6 +43,10 @@ static bool count(dt_memory *memory, size_t bytes) {
             return false;
         }
     } while (!atomic_compare_exchange_weak(&memory->bytes, &before, before + bytes));
+    if (memory->parent != NULL && !count(memory->parent, bytes)) {
+        atomic_fetch_sub(&memory->bytes, bytes);
+        return false;
+    }
     const size_t now = before + bytes;
     size_t peak = atomic_load(&memory->bytes_peak);
     while (now > peak && !atomic_compare_exchange_weak(&memory->bytes_peak, &peak, now)) {
@@ -49,7 +60,7 @@ void *dt_memory_alloc(dt_memory *memory, size_t bytes) {
     }
     void *pointer = aligned_alloc(DT_MEMORY_ALIGNMENT, DT_ROUND_UP(bytes, (size_t)DT_MEMORY_ALIGNMENT));
     if (pointer == NULL) {
-        atomic_fetch_sub(&memory->bytes, bytes);
+        uncount(memory, bytes);
     }
     return pointer;
 }
@@ -73,7 +84,7 @@ void *dt_memory_grow(dt_memory *memory, void *pointer, size_t old_bytes, size_t 
 
 void dt_memory_free(dt_memory *memory, void *pointer, size_t bytes) {
     if (pointer != NULL) {
-        atomic_fetch_sub(&memory->bytes, bytes);
+        uncount(memory, bytes);
         free(pointer);
     }
 }

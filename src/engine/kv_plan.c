@@ -54,8 +54,8 @@ static int32_t expected_tokens(const dt_session_params *params) {
     return params->n_expected > 0 ? DT_MIN(params->n_expected, params->n_ctx) : params->n_ctx;
 }
 
-/* What the cache can come to. A lane holds the whole conversation, or its budget and the chunk that is being read. */
-static uint64_t weigh(plan *p, bool evicts) {
+/* A lane holds the whole conversation, or its budget and the chunk that is being read. */
+static void measure_lanes(plan *p, bool evicts) {
     const int32_t n_layers = p->model->info.n_layers, n = expected_tokens(p->params);
     int32_t n_sharing = 0;
     int32_t repeated = 0; /* tokens that reconstruct appends to every layer for a while */
@@ -66,18 +66,23 @@ static uint64_t weigh(plan *p, bool evicts) {
     }
     n_sharing = DT_MAX(n_sharing, 1);
     const bool bounded = evicts && p->params->evict == DT_EVICT_ALWAYS && p->params->prefill == DT_PREFILL_STREAMING;
-    dt_kv_layer_params *layers = dt_kv_plan_layers(p->model, p->params, p->budgets);
-    if (!layers) {
-        p->failed = true;
-        return 0;
-    }
     for (int32_t i = 0; i < n_layers; i++) {
         const dt_budget *b = &p->budgets[i];
         const int64_t max = p->total > 0 ? p->total / n_sharing + p->params->kv_block_tokens : b->max_cache_size;
         const int64_t budget = b->policy && bounded ? DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch : n;
         p->longest[i] = (int32_t)DT_MIN(budget, (int64_t)n) + repeated;
     }
-    p->bytes = dt_kv_bytes_bound(layers, n_layers, p->longest, p->total);
+}
+
+/* What the cache can come to. */
+static uint64_t weigh(plan *p, bool evicts) {
+    dt_kv_layer_params *layers = dt_kv_plan_layers(p->model, p->params, p->budgets);
+    if (!layers) {
+        p->failed = true;
+        return 0;
+    }
+    measure_lanes(p, evicts);
+    p->bytes = dt_kv_bytes_bound(layers, p->model->info.n_layers, p->longest, p->total);
     free(layers);
     return p->bytes;
 }
@@ -217,4 +222,24 @@ dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_bu
     free(configured);
     free(p.longest);
     return status;
+}
+
+uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
+    const int32_t n_layers = session->model->info.n_layers;
+    dt_session_params params = session->params;
+    params.n_ctx = params.n_expected = (int32_t)DT_MIN(DT_MAX(n_tokens, 1), (int64_t)INT32_MAX / 2);
+    plan p = {.model = session->model, .params = &params, .total = dt_kv_total_cache_size(session->kv)};
+    p.budgets = calloc((size_t)n_layers, sizeof *p.budgets);
+    p.longest = calloc((size_t)n_layers, sizeof *p.longest);
+    uint64_t bytes = UINT64_MAX;
+    if (p.budgets && p.longest) {
+        for (int32_t i = 0; i < n_layers; i++) {
+            p.budgets[i] = dt_kv_layer(session->kv, i)->budget;
+        }
+        measure_lanes(&p, true);
+        bytes = dt_kv_bytes_most(session->kv, p.longest);
+    }
+    free(p.budgets);
+    free(p.longest);
+    return bytes;
 }

@@ -16,26 +16,10 @@
 
 #define DEFAULT_BATCH 512
 #define DEFAULT_SNAPSHOTS 2 /* the last reply's beginning, and the one before, where a changed question begins */
+#define LEAST_CHUNK 32      /* tokens that a step can always take past the context; with room for fewer it is the end */
 #define SCORE_BATCH 64      /* every row has logits there: [SCORE_BATCH][V] */
-/* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
-#define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
-#define LEAST_CHUNK 32 /* tokens that a step can always take past the context; with room for fewer it is the end */
-#define PROGRESS_INTERVAL_US 100000
 
 /* ---- life ---- */
-
-static bool should_abort(void *user) {
-    dt_session *s = user;
-    if (!s->progress) {
-        return false;
-    }
-    const int64_t now = dt_clock_us();
-    if (now - s->progress_last_us < PROGRESS_INTERVAL_US) {
-        return false;
-    }
-    s->progress_last_us = now;
-    return !s->progress(s->progress_done, s->progress_total, s->progress_user);
-}
 
 static dt_status fill_defaults(dt_session *s, const dt_session_params *params, dt_error *error) {
     const dt_session_params defaults = {0};
@@ -47,10 +31,8 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     }
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
     p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DEFAULT_BATCH, p->n_ctx);
-    p->n_threads = p->n_threads > 0 ? p->n_threads : dt_physical_cores();
-    p->n_threads_batch = p->n_threads_batch > 0 ? p->n_threads_batch : p->n_threads;
     p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : 256;
-    p->n_snapshots = p->n_snapshots == 0 ? DEFAULT_SNAPSHOTS : DT_MIN(p->n_snapshots, DT_MAX_SNAPSHOTS);
+    p->n_snapshots = p->n_snapshots == 0 && !p->group ? DEFAULT_SNAPSHOTS : DT_MIN(p->n_snapshots, DT_MAX_SNAPSHOTS);
     if (p->kv_block_tokens % DT_KV_GROUP != 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "a cache block of %d tokens is not a multiple of %d", p->kv_block_tokens,
                        DT_KV_GROUP);
@@ -60,12 +42,25 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
                "context of %d tokens is longer than the %d the model was trained with; quality will suffer beyond that", p->n_ctx,
                info->n_ctx_train);
     }
-    s->kernel = dt_attn_kernel_find(p->kernel, error);
-    return s->kernel ? DT_OK : DT_ERR_ARGUMENT;
+    return DT_OK;
 }
 
-static int32_t shift_of(const dt_session *s) { return dt_kv_shift(s->kv); }
-static int32_t next_position(const dt_session *s) { return s->n_tokens - shift_of(s); }
+static dt_status join_group(dt_session *s, dt_error *error) {
+    dt_session_params *p = &s->params;
+    if (!p->group) {
+        const dt_group_params own = {.n_threads = p->n_threads, .n_threads_batch = p->n_threads_batch, .kernel = p->kernel};
+        return dt_group_new_private(s->model, &own, &s->group, error);
+    }
+    if (p->group->model != s->model) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "the group is of another model than the session");
+    }
+    s->group = p->group;
+    s->group->n_sessions++;
+    return DT_OK;
+}
+
+int32_t dt_session_shift(const dt_session *s) { return dt_kv_shift(s->kv); }
+int32_t dt_session_next_position(const dt_session *s) { return s->n_tokens - dt_kv_shift(s->kv); }
 
 /* Where every layer evicts, or sees no more than a window, its tokens can always be moved together so that no query is farther from a
  * key than the context is long, and the conversation may go on beyond it. Positions must then be free for a chunk, and for a repetition
@@ -89,8 +84,8 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
 }
 
 void dt_session_set_limit(dt_session *s) {
-    s->max_tokens =
-        s->headroom > 0 ? INT32_MAX - s->params.n_batch : DT_MIN(s->params.n_ctx, INT32_MAX - shift_of(s)) + shift_of(s);
+    s->max_tokens = s->headroom > 0 ? INT32_MAX - s->params.n_batch
+                                    : DT_MIN(s->params.n_ctx, INT32_MAX - dt_session_shift(s)) + dt_session_shift(s);
 }
 
 static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *error) {
@@ -141,6 +136,7 @@ static dt_status share_memory(dt_session *s, dt_shared_memory *with, dt_error *e
         return dt_fail_memory(error, sizeof *s->kv_memory, "the session");
     }
     dt_memory_init(&s->kv_memory->memory);
+    s->kv_memory->memory.parent = s->group->is_private ? NULL : &s->group->kv_memory;
     s->kv_memory->memory.limit = (size_t)DT_MIN(s->params.kv_memory, (uint64_t)SIZE_MAX);
     atomic_init(&s->kv_memory->references, 1);
     return DT_OK;
@@ -157,6 +153,9 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     dt_memory_init(&s->work_memory);
     dt_status status = fill_defaults(s, params, error);
     if (status == DT_OK) {
+        status = join_group(s, error);
+    }
+    if (status == DT_OK) {
         status = share_memory(s, from ? from->kv_memory : NULL, error);
     }
     if (status == DT_OK) {
@@ -165,14 +164,6 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     }
     if (status == DT_OK) {
         status = make_cache(s, from, error);
-    }
-    if (status == DT_OK) {
-        const dt_graph_params graph_params = {.kernel = s->kernel,
-                                              .n_threads = s->params.n_threads,
-                                              .n_threads_batch = s->params.n_threads_batch,
-                                              .should_abort = should_abort,
-                                              .user = s};
-        status = dt_graph_new(model->decoder, &s->work_memory, &graph_params, &s->graph, error);
     }
     if (status != DT_OK) {
         dt_session_free(s);
@@ -192,11 +183,15 @@ void dt_session_free(dt_session *session) {
     if (!session) {
         return;
     }
-    dt_graph_free(session->graph);
     dt_snapshots_drop(session, 0);
     dt_kv_free(session->kv);
     if (session->kv_memory && atomic_fetch_sub(&session->kv_memory->references, 1) == 1) {
         free(session->kv_memory);
+    }
+    if (session->group && session->group->is_private) {
+        dt_group_free(session->group);
+    } else if (session->group) {
+        session->group->n_sessions--;
     }
     free(session->observe_layer);
     dt_memory_free(&session->work_memory, session->tokens, token_bytes(session));
@@ -207,32 +202,24 @@ void dt_session_free(dt_session *session) {
 
 /* ---- steps ---- */
 
-/* After a failure: true when a snapshot made room and it is worth another try. */
-static bool makes_room(dt_session *s, dt_status status) { return status == DT_ERR_MEMORY && dt_snapshot_yield(s); }
+bool dt_session_makes_room(dt_session *s, dt_status status) { return status == DT_ERR_MEMORY && dt_snapshot_yield(s); }
 
-/* Chooses the layers whose policy will want this batch's attention: those where a round comes within n_remaining more tokens. */
-static bool choose_observed(dt_session *s, int32_t n, int64_t n_remaining) {
-    bool any = false;
-    const bool late = s->streams || n_remaining < OBSERVE_AHEAD;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && dt_kv_exceeds(s->kv, i, n + n_remaining + OBSERVE_AHEAD);
-        any = any || s->observe_layer[i];
-    }
-    return any;
+dt_status dt_session_grow(dt_session *s, int32_t n, dt_error *error) {
+    dt_status status;
+    do {
+        status = dt_kv_append(s->kv, dt_session_next_position(s), n, error);
+    } while (dt_session_makes_room(s, status));
+    return status;
 }
 
-static void fold_masses(dt_session *s, int32_t n_observed, float weight) {
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        if (!s->observe_layer[i]) {
-            continue;
-        }
-        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
-            dt_kv_lane_view view;
-            dt_kv_lane(s->kv, i, lane, &view);
-            dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, 0), view.n_entries, n_observed,
-                         weight);
-        }
-    }
+dt_status dt_session_slide(dt_session *s, dt_error *error) {
+    int32_t whole_from = s->whole_from - dt_session_shift(s);
+    dt_status status;
+    do {
+        status = dt_kv_slide(s->kv, dt_session_next_position(s), &whole_from, error);
+    } while (dt_session_makes_room(s, status));
+    s->whole_from = whole_from + dt_session_shift(s);
+    return status;
 }
 
 dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
@@ -250,57 +237,16 @@ dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *err
     return DT_OK;
 }
 
-static dt_status slide(dt_session *s, dt_error *error) {
-    int32_t whole_from = s->whole_from - shift_of(s);
-    dt_status status;
-    do {
-        status = dt_kv_slide(s->kv, next_position(s), &whole_from, error);
-    } while (makes_room(s, status));
-    s->whole_from = whole_from + shift_of(s);
-    return status;
-}
-
-/* The batch is uncommitted afterwards, or on failure gone. */
-static dt_status compute(dt_session *s, const dt_batch *batch, const float **logits, dt_error *error) {
-    dt_status status;
-    do {
-        status = dt_graph_compute(s->graph, s->kv, batch, logits, error);
-        if (status != DT_OK) {
-            dt_kv_commit(s->kv, 0);
-        }
-    } while (makes_room(s, status));
-    return status;
-}
-
-/* Computes n tokens after the ones there are, with logits after the last n_outputs of them; n_remaining more tokens will follow
- * before the next round. */
-static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_remaining, float weight,
-                      dt_error *error) {
-    const dt_status reserved = dt_session_reserve_tokens(s, n, error);
-    if (reserved != DT_OK) {
-        return reserved;
+/* A step of this session alone. *logits (may be NULL): after the last n_outputs of its tokens, the graph's. */
+static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow, float weight,
+                      const float **logits, dt_error *error) {
+    dt_part part = {
+        .session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .weight = weight, .error = error};
+    dt_group_compute(s->group, &part, 1);
+    if (logits) {
+        *logits = part.logits;
     }
-    const bool observe = choose_observed(s, n, n_remaining);
-    const dt_batch batch = {.tokens = tokens,
-                            .n = n,
-                            .first_position = next_position(s),
-                            .n_outputs = n_outputs,
-                            .observe_layer = observe ? s->observe_layer : NULL,
-                            .n_observed = DT_MIN(n, DT_OBSERVE_WINDOW)};
-    s->logits = NULL;
-    const float *logits = NULL;
-    const dt_status status = compute(s, &batch, &logits, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    dt_kv_commit(s->kv, n);
-    if (observe) {
-        fold_masses(s, batch.n_observed, weight);
-    }
-    memcpy(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
-    s->n_tokens += n;
-    s->logits = logits + (size_t)(n_outputs - 1) * (size_t)s->model->info.n_vocab;
-    return slide(s, error);
+    return part.status;
 }
 
 static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error) {
@@ -316,6 +262,11 @@ static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error
     }
     s->logits = s->own_logits;
     return DT_OK;
+}
+
+dt_status dt_session_set_logits(dt_session *s, const float *logits, dt_error *error) {
+    s->logits = logits;
+    return s->group->is_private ? DT_OK : copy_logits(s, logits, error);
 }
 
 /* ---- reconstruction ---- */
@@ -335,7 +286,7 @@ static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
         for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
-            const float *mass = dt_graph_mass(s->graph, i, lane, 0);
+            const float *mass = dt_graph_mass(s->group->graph, 0, i, lane, 0);
             float *peak = view.peak_mass + view.n_entries - (s->n_tokens - from);
             for (int32_t j = 0; j < to - from; j++) {
                 peak[j] = DT_MAX(peak[j], mass[j]);
@@ -353,9 +304,9 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
     dt_status status = s->logits && s->peaks_until < s->n_tokens ? copy_logits(s, s->logits, error) : DT_OK;
     while (status == DT_OK && s->peaks_until < s->n_tokens) {
         const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));
-        const dt_batch batch = {.tokens = s->tokens + from,
+        dt_sequence sequence = {.tokens = s->tokens + from,
                                 .n = n,
-                                .first_position = next_position(s),
+                                .first_position = dt_session_next_position(s),
                                 .n_outputs = 1,
                                 .observe_layer = s->observe_layer,
                                 .n_observed = n,
@@ -363,7 +314,7 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
                                 .focus_from = s->n_tokens - from,
                                 .focus_to = s->n_tokens - from - n};
         const float *logits = NULL;
-        status = compute(s, &batch, &logits, error);
+        status = dt_group_compute_one(s, &sequence, &logits, error);
         dt_kv_commit(s->kv, 0);
         if (status == DT_OK) {
             keep_peaks(s, from, from + n);
@@ -373,41 +324,39 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
     return status;
 }
 
-/* Makes room for n more positions in the context, where the conversation may pass it: what was kept moves together. */
-static dt_status close_up(dt_session *s, int64_t n, dt_error *error) {
-    if (s->headroom == 0 || next_position(s) + n <= s->params.n_ctx) {
+dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
+    if (s->headroom == 0 || dt_session_next_position(s) + n <= s->params.n_ctx) {
         return DT_OK;
     }
-    const int32_t before = shift_of(s);
+    const int32_t before = dt_session_shift(s);
     dt_status status;
     do {
         status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
-    } while (makes_room(s, status));
-    if (status == DT_OK && shift_of(s) > before) {
+    } while (dt_session_makes_room(s, status));
+    if (status == DT_OK && dt_session_shift(s) > before) {
         s->whole_from = s->n_tokens;
         dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
                "session: after %d tokens the context of %d is nearly used up; those that were kept move together into its first %d",
-               s->n_tokens, s->params.n_ctx, next_position(s));
+               s->n_tokens, s->params.n_ctx, dt_session_next_position(s));
     }
     return status;
 }
 
-/* What is due: repetition where scores come from it, then a round. */
-static dt_status evict(dt_session *s, dt_error *error) {
+dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         do {
             dt_round_result result;
-            status = dt_kv_round(s->kv, next_position(s), s->params.evict == DT_EVICT_ONCE, &result, error);
+            status = dt_kv_round(s->kv, dt_session_next_position(s), s->params.evict == DT_EVICT_ONCE, &result, error);
             if (result.has_dropped) {
                 s->whole_from = s->n_tokens;
             }
             s->stats.eviction_rounds += result.n_rounds;
             s->stats.evicted_tokens += result.n_evicted;
-        } while (makes_room(s, status));
+        } while (dt_session_makes_room(s, status));
     }
-    status = status == DT_OK ? close_up(s, s->headroom, error) : status;
+    status = status == DT_OK ? dt_session_close_up(s, s->headroom, error) : status;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
 }
@@ -429,7 +378,7 @@ int32_t dt_session_tokens_to_round(const dt_session *s) {
         most = room < most ? room + 1 : most;
     }
     if (s->headroom > 0) {
-        most = DT_MIN(most, (int64_t)s->params.n_ctx - s->headroom - next_position(s) + 1);
+        most = DT_MIN(most, (int64_t)s->params.n_ctx - s->headroom - dt_session_next_position(s) + 1);
     }
     return (int32_t)DT_MIN(DT_MAX(most, 1), (int64_t)INT32_MAX);
 }
@@ -440,15 +389,15 @@ dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, cons
     if (reserved != DT_OK) {
         return reserved;
     }
-    const dt_batch batch = {.tokens = tokens,
+    dt_sequence sequence = {.tokens = tokens,
                             .n = n,
-                            .first_position = next_position(s),
+                            .first_position = dt_session_next_position(s),
                             .n_outputs = n,
-                            .observe_layer = choose_observed(s, n, 0) ? s->observe_layer : NULL,
+                            .observe_layer = dt_session_choose_observed(s, n, 0) ? s->observe_layer : NULL,
                             .n_observed = n,
                             .observe_apart = true};
     s->logits = NULL;
-    const dt_status status = compute(s, &batch, logits, error);
+    const dt_status status = dt_group_compute_one(s, &sequence, logits, error);
     if (status == DT_OK) {
         memmove(s->tokens + s->n_tokens, tokens, (size_t)n * sizeof *tokens);
         s->draft_logits = *logits;
@@ -465,8 +414,8 @@ static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities)
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
             for (int32_t t = 0; t < n_keep; t++) {
-                if (dt_kv_exceeds(s->kv, i, (int64_t)t + 1 - s->n_draft + OBSERVE_AHEAD)) {
-                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->graph, i, lane, t),
+                if (dt_session_observes(s, i, (int64_t)t + 1 - s->n_draft)) {
+                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->group->graph, 0, i, lane, t),
                                  view.n_entries - s->n_draft + t + 1, 1, dt_query_weight(probabilities[t]));
                 }
             }
@@ -479,14 +428,16 @@ dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilit
     fold_kept(s, n_keep, probabilities);
     dt_kv_commit(s->kv, n_keep);
     s->n_tokens += n_keep;
-    s->logits = n_keep > 0 ? s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab : NULL;
     s->stats.draft_proposed += s->n_draft - 1;
     s->stats.draft_accepted += DT_MAX(n_keep - 1, 0);
     s->stats.decode_tokens += n_keep;
     s->n_draft = 0;
-    dt_status status = slide(s, error);
+    dt_status status = dt_session_slide(s, error);
+    if (status == DT_OK && n_keep > 0) {
+        status = dt_session_set_logits(s, s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab, error);
+    }
     if (status == DT_OK) {
-        status = evict(s, error);
+        status = dt_session_evict(s, error);
     }
     s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
@@ -518,13 +469,14 @@ dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, d
     dt_session_params params = from->params;
     params.eviction = eviction;
     params.evict = mode;
+    params.kernel = from->group->kernel->name; /* the caller's text may be gone */
     dt_session *s = NULL;
     dt_status status = session_new(from->model, &params, from, &s, error);
     if (status == DT_OK) {
         status = copy_conversation(s, from, error);
     }
     if (status == DT_OK && s->n_tokens > 0) {
-        status = evict(s, error);
+        status = dt_session_evict(s, error);
         s->evicted_once = mode == DT_EVICT_ONCE;
     }
     if (status != DT_OK) {
@@ -572,8 +524,8 @@ static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *resu
     if (position < s->n_tokens) {
         dt_status status;
         do {
-            status = dt_kv_truncate(s->kv, position - shift_of(s), error);
-        } while (makes_room(s, status));
+            status = dt_kv_truncate(s->kv, position - dt_session_shift(s), error);
+        } while (dt_session_makes_room(s, status));
         if (status != DT_OK) {
             return status;
         }
@@ -592,9 +544,9 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     while (status == DT_OK && (size_t)s->n_tokens < n) {
         const size_t left = n - (size_t)s->n_tokens;
         const int32_t chunk = (int32_t)DT_MIN(left, (size_t)(s->streams ? s->chunk : s->params.n_batch));
-        status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, error);
+        status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, NULL, error);
         if (status == DT_OK && (s->streams || (size_t)s->n_tokens == n)) {
-            status = evict(s, error);
+            status = dt_session_evict(s, error);
         }
         s->progress_done += status == DT_OK ? chunk : 0;
         if (status == DT_OK && s->progress) {
@@ -607,26 +559,20 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     return status;
 }
 
-/* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk by
- * chunk. */
-static dt_status begin_reading(dt_session *s, int64_t n, dt_error *error) {
-    s->streams = s->params.prefill == DT_PREFILL_STREAMING;
-    const dt_status status = s->streams ? DT_OK : close_up(s, n, error);
-    if (status == DT_OK && !s->streams && s->headroom > 0 && next_position(s) + n > s->params.n_ctx) {
-        dt_log(DT_LOG_INFO,
-               "session: %lld tokens are too many for the context of %d at once; they are read as with --prefill streaming",
-               (long long)n, s->params.n_ctx);
-        s->streams = true;
+dt_status dt_session_check_room(const dt_session *s, int64_t n_more, dt_error *error) {
+    if (n_more <= s->max_tokens - s->n_tokens) {
+        return DT_OK;
     }
-    return status;
+    return dt_fail(
+        error, DT_ERR_LIMIT,
+        "%lld more tokens after %d don't fit into a context of %d (-c); shorten the text, or raise the context length where "
+        "the model can follow (it was trained with %d)",
+        (long long)n_more, s->n_tokens, s->max_tokens, s->model->info.n_ctx_train);
 }
 
-dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
-                          dt_sync_result *result, dt_error *error) {
+dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error) {
     dt_session *s = session;
-    dt_sync_result local = {.how = DT_SYNC_NOTHING};
-    result = result ? result : &local;
-    *result = local;
+    *result = (dt_sync_result){.how = DT_SYNC_NOTHING};
     if (n == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the conversation is empty; give at least one token");
     }
@@ -637,7 +583,6 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
             "follow (it was trained with %d)",
             n, s->max_tokens, s->model->info.n_ctx_train);
     }
-    const int64_t start = dt_clock_us();
     size_t keep = common_prefix(s, tokens, n);
     bool back = keep < (size_t)s->n_tokens;
     if (keep == n && (back || !s->logits)) { /* the last token's logits have to be computed again, if no snapshot has them */
@@ -652,19 +597,42 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
         result->how = DT_SYNC_EXTENDED;
         dt_log(DT_LOG_DEBUG, "session: extended by %zu tokens, %zu reused", n - keep, keep);
     }
+    result->reused_tokens = s->n_tokens;
+    return status;
+}
+
+dt_status dt_session_begin_reading(dt_session *s, int64_t n, dt_error *error) {
+    s->streams = s->params.prefill == DT_PREFILL_STREAMING;
+    const dt_status status = s->streams ? DT_OK : dt_session_close_up(s, n, error);
+    if (status == DT_OK && !s->streams && s->headroom > 0 && dt_session_next_position(s) + n > s->params.n_ctx) {
+        dt_log(DT_LOG_INFO,
+               "session: %lld tokens are too many for the context of %d at once; they are read as with --prefill streaming",
+               (long long)n, s->params.n_ctx);
+        s->streams = true;
+    }
+    return status;
+}
+
+dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
+                          dt_sync_result *result, dt_error *error) {
+    dt_session *s = session;
+    dt_sync_result local;
+    result = result ? result : &local;
+    const int64_t start = dt_clock_us();
+    dt_status status = dt_session_reuse(s, tokens, n, result, error);
     if (status != DT_OK) {
         return status;
     }
-    result->reused_tokens = s->n_tokens;
     s->progress = progress;
     s->progress_user = user;
     s->progress_done = 0;
     s->progress_total = (int64_t)n - s->n_tokens;
     s->progress_last_us = start;
-    status = begin_reading(s, s->progress_total, error);
+    s->group->syncing = s;
+    status = dt_session_begin_reading(s, s->progress_total, error);
     status = status == DT_OK ? prefill(s, tokens, n, error) : status;
-    s->streams = false;
     s->evicted_once = s->evicted_once || (status == DT_OK && s->params.evict == DT_EVICT_ONCE);
+    s->group->syncing = NULL;
     s->progress = NULL;
     if (status == DT_OK && result->how != DT_SYNC_NOTHING) {
         dt_snapshot_take(s);
@@ -683,9 +651,9 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
                        s->model->info.n_ctx_train);
     }
     const int64_t start = dt_clock_us();
-    dt_status status = step(s, &token, 1, 1, 0, dt_query_weight(probability), error);
+    dt_status status = step(s, &token, 1, 1, 0, dt_query_weight(probability), NULL, error);
     if (status == DT_OK) {
-        status = evict(s, error);
+        status = dt_session_evict(s, error);
         s->stats.decode_tokens++;
     }
     s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
@@ -703,14 +671,15 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
     dt_status status = DT_OK;
     for (size_t done = 0; status == DT_OK && done < n;) {
         const int32_t chunk = (int32_t)DT_MIN(n - done, most);
-        status = step(s, tokens + done, chunk, chunk, 0, 1.0f, error);
+        const float *logits;
+        status = step(s, tokens + done, chunk, chunk, 0, 1.0f, &logits, error);
         for (int32_t i = 0; status == DT_OK && i < chunk; i++) {
-            if (!fn(done + (size_t)i, s->logits - (size_t)(chunk - 1 - i) * n_vocab, user)) {
+            if (!fn(done + (size_t)i, logits + (size_t)i * n_vocab, user)) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
         }
         if (status == DT_OK) {
-            status = evict(s, error);
+            status = dt_session_evict(s, error);
         }
         done += (size_t)chunk;
     }
@@ -729,11 +698,11 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)(n > s->params.n_ctx ? s->chunk : s->params.n_batch));
         status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
-            status = dt_kv_append(s->kv, next_position(s), chunk, error);
+            status = dt_session_grow(s, chunk, error);
         }
         for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
             for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {
-                dt_kv_fill_uncommitted(s->kv, i, lane, next_position(s), &state);
+                dt_kv_fill_uncommitted(s->kv, i, lane, dt_session_next_position(s), &state);
             }
         }
         if (status == DT_OK) {
@@ -743,7 +712,7 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
             }
             s->n_tokens += chunk;
             if (s->params.prefill == DT_PREFILL_STREAMING || n > s->params.n_ctx || s->n_tokens == n) {
-                status = evict(s, error);
+                status = dt_session_evict(s, error);
             }
         }
     }
@@ -777,15 +746,15 @@ static uint64_t step_bytes(const dt_session *s) {
 
 void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     *out = session->stats;
-    out->kernel = session->kernel->name;
+    out->kernel = session->group->kernel->name;
     out->n_tokens = session->n_tokens;
     out->n_ctx = session->max_tokens;
-    out->n_threads = session->params.n_threads;
+    out->n_threads = session->group->n_threads;
+    out->n_batch = session->chunk;
     out->kv_bytes = dt_kv_bytes(session->kv);
     out->kv_bytes_peak = atomic_load(&session->kv_memory->memory.bytes_peak);
     out->kv_bytes_full = dt_kv_bytes_for(session->kv, session->n_tokens);
     out->kv_step_bytes = step_bytes(session);
-    out->attention_ms = (double)dt_graph_attention_us(session->graph) / 1000.0;
 }
 
 static dt_status check_layer(const dt_session *session, int32_t layer, dt_error *error) {
@@ -808,13 +777,19 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
     return DT_OK;
 }
 
-static int compare_positions(const void *a, const void *b) {
-    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+typedef struct kept_entry {
+    int32_t position;
+    float mass;
+} kept_entry;
+
+static int compare_entries(const void *a, const void *b) {
+    const int32_t x = ((const kept_entry *)a)->position, y = ((const kept_entry *)b)->position;
     return (x > y) - (x < y);
 }
 
-dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
-                                    dt_error *error) {
+/* What a lane keeps, by position; *out_observed: whether it has masses. *out: free with free(). */
+static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_t kv_head, kept_entry **out, size_t *out_n,
+                                bool *out_observed, dt_error *error) {
     const dt_status status = check_layer(session, layer, error);
     if (status != DT_OK) {
         return status;
@@ -826,13 +801,69 @@ dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, in
     dt_kv_lane_view view;
     dt_kv_lane(session->kv, layer, kv_head, &view);
     const size_t n = (size_t)view.n_entries;
+    kept_entry *entries = malloc(DT_MAX(n, 1) * sizeof *entries);
     int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
+    if (!entries || !positions) {
+        free(entries);
+        free(positions);
+        return dt_fail_memory(error, n * (sizeof *entries + sizeof *positions), "the positions");
+    }
+    dt_kv_origins(session->kv, layer, kv_head, positions);
+    for (size_t i = 0; i < n; i++) {
+        entries[i] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
+    }
+    free(positions);
+    qsort(entries, n, sizeof *entries, compare_entries);
+    *out_observed = view.recent_mass != NULL;
+    *out = entries;
+    *out_n = n;
+    return DT_OK;
+}
+
+dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
+                                    dt_error *error) {
+    kept_entry *entries = NULL;
+    bool is_observed;
+    size_t n;
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
+    for (size_t i = 0; i < n && positions; i++) {
+        positions[i] = entries[i].position;
+    }
+    free(entries);
     if (!positions) {
         return dt_fail_memory(error, n * sizeof *positions, "the positions");
     }
-    dt_kv_origins(session->kv, layer, kv_head, positions);
-    qsort(positions, n, sizeof *positions, compare_positions);
     *out = positions;
+    *out_n = n;
+    return DT_OK;
+}
+
+dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
+                               dt_error *error) {
+    kept_entry *entries = NULL;
+    bool is_observed;
+    size_t n;
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    float *mass = malloc(DT_MAX(n, 1) * sizeof *mass);
+    for (size_t i = 0; i < n && mass; i++) {
+        mass[i] = entries[i].mass;
+    }
+    free(entries);
+    if (!mass) {
+        return dt_fail_memory(error, n * sizeof *mass, "the attention by position");
+    }
+    if (!is_observed) {
+        free(mass);
+        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d: its policy observes no attention", layer);
+    }
+    *out = mass;
     *out_n = n;
     return DT_OK;
 }

@@ -4,7 +4,7 @@
 #ifndef DT_ENGINE_SESSION_H
 #define DT_ENGINE_SESSION_H
 
-#include "engine/engine.h"
+#include "engine/group.h"
 
 /* Tokens that reconstruct repeats at a time, at most. */
 #define DT_REPEAT_CHUNK 512
@@ -27,11 +27,10 @@ typedef struct dt_snapshot {
 struct dt_session {
     const dt_model *model;
     dt_session_params params; /* with defaults filled in */
-    const dt_attn_kernel *kernel;
+    dt_group *group;
     dt_shared_memory *kv_memory;
     dt_memory work_memory;
     dt_kv *kv;
-    dt_graph *graph;
     int32_t *tokens; /* [token_capacity], grows */
     int32_t n_tokens, token_capacity;
     int32_t max_tokens;  /* longest conversation */
@@ -42,7 +41,7 @@ struct dt_session {
     bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
     int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
     const float *logits; /* after the last token; NULL when not computed */
-    float *own_logits;   /* [V] where they are not the graph's: of a fork, a loaded session, after a repetition */
+    float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
     dt_snapshot snapshots[DT_MAX_SNAPSHOTS]; /* [n_snapshots], oldest and shortest first */
     int32_t n_snapshots;
     uint64_t kv_most; /* what the cache was said to take at most */
@@ -52,6 +51,8 @@ struct dt_session {
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
+    bool in_prompt;            /* the last step left tokens of a prompt to come */
+    int64_t last_step;         /* the group's n_calls when it was last in a step */
     dt_session_stats stats;
     /* the sync in progress */
     dt_progress_fn progress;
@@ -61,8 +62,32 @@ struct dt_session {
 
 /* Sets max_tokens anew after the cache was exchanged or emptied. */
 void dt_session_set_limit(dt_session *session);
+/* By how much positions in the cache are behind indices in the conversation, and that of the next token. */
+int32_t dt_session_shift(const dt_session *session);
+int32_t dt_session_next_position(const dt_session *session);
+/* After a failure: true when a snapshot made room and it is worth another try. */
+bool dt_session_makes_room(dt_session *session, dt_status status);
+/* Adds n uncommitted entries to the cache. */
+dt_status dt_session_grow(dt_session *session, int32_t n, dt_error *error);
+/* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk by
+ * chunk (streams). */
+dt_status dt_session_begin_reading(dt_session *session, int64_t n, dt_error *error);
+/* Drops what sliding windows have passed, after tokens were committed. */
+dt_status dt_session_slide(dt_session *session, dt_error *error);
+/* Makes room for n more positions in the context, where the conversation may pass it: what was kept moves together. */
+dt_status dt_session_close_up(dt_session *session, int64_t n, dt_error *error);
 /* Room for n_more tokens behind the ones there are. */
 dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
+/* DT_ERR_LIMIT when n_more tokens would not fit into the context. */
+dt_status dt_session_check_room(const dt_session *session, int64_t n_more, dt_error *error);
+/* The graph's logits after the last token become the session's. */
+dt_status dt_session_set_logits(dt_session *session, const float *logits, dt_error *error);
+/* Chooses the layers whose policy will want the attention of the n tokens to come: those where a round comes within n_follow more. */
+bool dt_session_choose_observed(dt_session *session, int32_t n, int64_t n_follow);
+/* Whether a round is near once every lane of a layer has grown by n_more. */
+bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more);
+/* What is due after a step: repetition where scores come from it, then a round. */
+dt_status dt_session_evict(dt_session *session, dt_error *error);
 
 /* ---- snapshots ---- */
 

@@ -11,13 +11,20 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define N_DRAFT_PLANS 6
-#define DRAFT_PLAN_TOKENS 32 /* most tokens of a batch for which a plan is kept beside others */
+#define N_PLANS 8
+#define SMALL_PLAN_TOKENS 64 /* most tokens of a batch for which a plan is kept beside others */
 
 typedef struct growing_buffer {
     void *data;
     size_t bytes;
 } growing_buffer;
+
+/* Where a sequence's share of the buffers begins. */
+typedef struct share {
+    size_t token, output; /* in the batch */
+    size_t scratch, mass, span;
+    size_t mass_stride;
+} share;
 
 struct dt_graph {
     const dt_decoder *decoder;
@@ -27,19 +34,25 @@ struct dt_graph {
     struct ggml_threadpool *threadpool;
     ggml_backend_set_n_threads_t set_n_threads;
     void (*free_threadpool)(struct ggml_threadpool *);
-    dt_plan decode, chunk;         /* one token; any other number */
-    dt_plan drafts[N_DRAFT_PLANS]; /* a few tokens, with logits after each; the one not used for longest is rebuilt */
-    int64_t draft_plan_used[N_DRAFT_PLANS], n_draft_batches;
-    dt_layer_op *ops;     /* [L] */
-    dt_attn_lane **lanes; /* [L][G], into lane_storage */
-    dt_attn_lane *lane_storage;
-    size_t n_lanes;           /* over all layers */
-    growing_buffer scratch;   /* attention's; layers run one after the other */
-    growing_buffer mass;      /* [lanes of observed layers][stride] */
-    growing_buffer spans;     /* of lanes that see only a focus */
-    int32_t *focus_column;    /* [n_lanes] in mass: the focus's first entry */
-    growing_buffer mass_rows; /* int32 [N]: 0 for observed queries, -1 else */
-    growing_buffer index;     /* int32 [N]: positions of the batch */
+    dt_plan plans[N_PLANS], large; /* few tokens; any other number */
+    int64_t plan_used[N_PLANS], n_small_batches;
+    dt_layer_op *ops;              /* [L] */
+    int32_t *first_lane;           /* [L] */
+    size_t n_lanes;                /* of a sequence, over all layers */
+    growing_buffer share;          /* share [S], S sequences in the batch */
+    growing_buffer jobs;           /* dt_attn_job [L][S] */
+    growing_buffer lanes;          /* dt_attn_lane [S][n_lanes] */
+    growing_buffer focus_column;   /* int32 [S][n_lanes] in mass: the focus's first entry */
+    growing_buffer spans;          /* of lanes that see only a focus */
+    growing_buffer scratch;        /* attention's, of each sequence; layers run one after the other */
+    growing_buffer thread_scratch; /* of each thread */
+    growing_buffer mass;           /* of each sequence: [lanes of observed layers][rows][stride] */
+    growing_buffer mass_rows;      /* int32 [N]: 0 or more for observed queries, -1 else */
+    growing_buffer index;          /* int32 [N]: positions of the batch */
+    struct ggml_context *work_ctx; /* of a graph of one node, which calls work */
+    struct ggml_cgraph *work_graph;
+    void (*work)(void *user, int ith, int nth);
+    void *work_user;
 };
 
 /* Contents are lost. Grows by half again, so that a slowly growing need allocates rarely. */
@@ -68,7 +81,7 @@ static void release(dt_graph *g, growing_buffer *b) {
 
 static bool abort_callback(void *user) {
     dt_graph *g = user;
-    return g->params.should_abort && g->params.should_abort(g->params.user);
+    return !g->work && g->params.should_abort && g->params.should_abort(g->params.user);
 }
 
 /* Everything CPU-specific goes through the registry, so that the backend may be a library loaded at run time. */
@@ -105,21 +118,33 @@ static dt_status open_backend(dt_graph *g, dt_error *error) {
 static dt_status allocate_ops(dt_graph *g, dt_error *error) {
     const dt_hparams *hp = &g->decoder->hp;
     const size_t n_layers = (size_t)DT_MAX(hp->n_layers, 0);
+    g->ops = calloc(n_layers, sizeof *g->ops);
+    g->first_lane = calloc(n_layers, sizeof *g->first_lane);
+    if (!g->ops || !g->first_lane) {
+        return dt_fail_memory(error, n_layers * sizeof *g->ops, "the attention jobs");
+    }
     for (size_t i = 0; i < n_layers; i++) {
+        g->first_lane[i] = (int32_t)g->n_lanes;
         g->n_lanes += (size_t)hp->n_kv_heads[i];
     }
-    g->ops = calloc(n_layers, sizeof *g->ops);
-    g->lanes = calloc(n_layers, sizeof *g->lanes);
-    g->lane_storage = calloc(g->n_lanes, sizeof *g->lane_storage);
-    g->focus_column = calloc(g->n_lanes, sizeof *g->focus_column);
-    if (!g->ops || !g->lanes || !g->lane_storage || !g->focus_column) {
-        return dt_fail_memory(error, g->n_lanes * sizeof *g->lane_storage, "the attention jobs");
+    return DT_OK;
+}
+
+static void op_work(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    const dt_graph *g = user;
+    (void)dst;
+    g->work(g->work_user, ith, nth);
+}
+
+static dt_status open_work(dt_graph *g, dt_error *error) {
+    const size_t bytes = 2 * ggml_tensor_overhead() + ggml_graph_overhead_custom(1, false) + 1024;
+    g->work_ctx = ggml_init((struct ggml_init_params){.mem_size = bytes});
+    if (!g->work_ctx) {
+        return dt_fail_memory(error, bytes, "the compute graph");
     }
-    dt_attn_lane *next = g->lane_storage;
-    for (size_t i = 0; i < n_layers; i++) {
-        g->lanes[i] = next;
-        next += hp->n_kv_heads[i];
-    }
+    g->work_graph = ggml_new_graph_custom(g->work_ctx, 1, false);
+    ggml_build_forward_expand(g->work_graph,
+                              ggml_custom_4d(g->work_ctx, GGML_TYPE_F32, 1, 1, 1, 1, NULL, 0, op_work, GGML_N_TASKS_MAX, g));
     return DT_OK;
 }
 
@@ -136,6 +161,9 @@ dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_gr
     if (status == DT_OK) {
         status = allocate_ops(g, error);
     }
+    if (status == DT_OK) {
+        status = open_work(g, error);
+    }
     if (status != DT_OK) {
         dt_graph_free(g);
         return status;
@@ -148,10 +176,9 @@ void dt_graph_free(dt_graph *graph) {
     if (!graph) {
         return;
     }
-    dt_plan_free(&graph->decode);
-    dt_plan_free(&graph->chunk);
-    for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
-        dt_plan_free(&graph->drafts[i]);
+    dt_plan_free(&graph->large);
+    for (int32_t i = 0; i < N_PLANS; i++) {
+        dt_plan_free(&graph->plans[i]);
     }
     if (graph->backend) {
         ggml_backend_free(graph->backend);
@@ -159,14 +186,18 @@ void dt_graph_free(dt_graph *graph) {
     if (graph->threadpool) {
         graph->free_threadpool(graph->threadpool);
     }
-    release(graph, &graph->scratch);
-    release(graph, &graph->mass);
+    release(graph, &graph->share);
+    release(graph, &graph->jobs);
+    release(graph, &graph->lanes);
+    release(graph, &graph->focus_column);
     release(graph, &graph->spans);
-    free(graph->focus_column);
+    release(graph, &graph->scratch);
+    release(graph, &graph->thread_scratch);
+    release(graph, &graph->mass);
     release(graph, &graph->mass_rows);
     release(graph, &graph->index);
-    free(graph->lane_storage);
-    free(graph->lanes);
+    ggml_free(graph->work_ctx);
+    free(graph->first_lane);
     free(graph->ops);
     free(graph);
 }
@@ -175,12 +206,12 @@ void dt_graph_free(dt_graph *graph) {
 
 static size_t mass_stride(int32_t max_entries) { return DT_ROUND_UP((size_t)max_entries, 64); }
 
-/* The spans that a focused batch sees of a lane, into out; *column: where among their entries the focus begins. */
-static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, int32_t block_tokens, dt_kv_span *out,
+/* The spans that a focused sequence sees of a lane, into out; *column: where among their entries the focus begins. */
+static int32_t focus_spans(const dt_kv_lane_view *view, const dt_sequence *seq, int32_t block_tokens, dt_kv_span *out,
                            int32_t *n_entries, int32_t *column) {
     const int32_t n_committed = view->n_entries - view->n_uncommitted;
-    const int32_t first = DT_MAX(n_committed - batch->focus_from, 0) / block_tokens;
-    const int32_t end = DT_MAX(n_committed - batch->focus_to, 0);
+    const int32_t first = DT_MAX(n_committed - seq->focus_from, 0) / block_tokens;
+    const int32_t end = DT_MAX(n_committed - seq->focus_to, 0);
     int32_t n = 0;
     *n_entries = 0;
     for (int32_t i = 0; i < view->n_spans; i++) {
@@ -188,7 +219,7 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
         const bool in_focus = i >= first && begin_entry < end;
         const bool in_batch = end_entry > n_committed;
         if (i == first) {
-            *column = *n_entries + DT_MAX(n_committed - batch->focus_from, 0) - first * block_tokens;
+            *column = *n_entries + DT_MAX(n_committed - seq->focus_from, 0) - first * block_tokens;
         }
         if (i == 0 || in_focus || in_batch) {
             out[n++] = view->spans[i];
@@ -198,81 +229,86 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_batch *batch, i
     return n;
 }
 
-static int32_t n_mass_rows(const dt_batch *batch) { return batch->observe_apart ? batch->n_observed : 1; }
+static int32_t n_mass_rows(const dt_sequence *seq) { return seq->observe_apart ? seq->n_observed : 1; }
 
-/* Points every lane at the cache's content and, in observed layers, at its row of the mass buffer. */
-static dt_status connect_lanes(dt_graph *g, const dt_kv *kv, const dt_batch *batch, int32_t max_entries, dt_error *error) {
+static int32_t most_threads(const dt_graph *g) { return DT_MAX(g->params.n_threads, g->params.n_threads_batch); }
+
+/* Deals out the buffers; *whole: where they end. *thread_bytes: what a thread needs. */
+static void deal_out(const dt_graph *g, const dt_sequence *sequences, int32_t n_sequences, share *out, share *whole,
+                     size_t *thread_bytes) {
     const dt_hparams *hp = &g->decoder->hp;
-    size_t n_observed = 0;
-    for (int32_t i = 0; batch->observe_layer && i < hp->n_layers; i++) {
-        n_observed += batch->observe_layer[i] ? (size_t)hp->n_kv_heads[i] : 0;
-    }
-    const size_t lane_floats = mass_stride(max_entries) * (size_t)n_mass_rows(batch);
-    if (n_observed > 0) {
-        const dt_status status = reserve(g, &g->mass, n_observed * lane_floats * sizeof(float), "attention mass", error);
-        if (status != DT_OK) {
-            return status;
-        }
-    }
-    float *mass = g->mass.data;
-    const bool focused = batch->focus_from > 0;
-    if (focused) {
-        size_t n_spans = 0;
+    const dt_attn_kernel *kernel = g->params.kernel;
+    *whole = (share){.token = 0};
+    *thread_bytes = 0;
+    for (int32_t s = 0; s < n_sequences; s++) {
+        const dt_sequence *seq = &sequences[s];
+        size_t scratch = 0, n_observed = 0;
+        int32_t max_entries = 0;
+        out[s] = *whole;
         for (int32_t i = 0; i < hp->n_layers; i++) {
-            n_spans += (size_t)dt_kv_blocks_of(kv, i) * (size_t)hp->n_kv_heads[i];
+            const int32_t length = dt_kv_length(seq->kv, i), n_lanes = hp->n_kv_heads[i];
+            const dt_kv_format *format = &dt_kv_layer(seq->kv, i)->format;
+            const size_t bytes = kernel->scratch_bytes(format, n_lanes, hp->n_heads / n_lanes, seq->n, length);
+            scratch = DT_MAX(scratch, bytes);
+            *thread_bytes = DT_MAX(*thread_bytes, kernel->thread_bytes(format, length));
+            max_entries = DT_MAX(max_entries, length);
+            n_observed += seq->observe_layer && seq->observe_layer[i] ? (size_t)n_lanes : 0;
+            whole->span += seq->focus_from > 0 ? (size_t)dt_kv_blocks_of(seq->kv, i) * (size_t)n_lanes : 0;
         }
-        const dt_status status = reserve(g, &g->spans, n_spans * sizeof(dt_kv_span), "attention spans", error);
-        if (status != DT_OK) {
-            return status;
-        }
+        out[s].mass_stride = mass_stride(max_entries);
+        whole->token += (size_t)seq->n;
+        whole->output += (size_t)seq->n_outputs;
+        whole->scratch += scratch;
+        whole->mass += n_observed * out[s].mass_stride * (size_t)n_mass_rows(seq);
     }
-    dt_kv_span *spans = g->spans.data;
+}
+
+/* Points every lane at the cache's content and, in observed layers, at its rows of the mass buffer. */
+static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
+    const dt_hparams *hp = &g->decoder->hp;
+    const share *from = (share *)g->share.data + number;
+    dt_attn_lane *to = (dt_attn_lane *)g->lanes.data + (size_t)number * g->n_lanes;
+    int32_t *column = (int32_t *)g->focus_column.data + (size_t)number * g->n_lanes;
+    float *mass = (float *)g->mass.data + from->mass;
+    dt_kv_span *spans = (dt_kv_span *)g->spans.data + from->span;
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        const bool observe = batch->observe_layer && batch->observe_layer[i];
-        for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++) {
+        const bool observe = seq->observe_layer && seq->observe_layer[i];
+        for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++, to++, column++) {
             dt_kv_lane_view view;
-            dt_kv_lane(kv, i, lane, &view);
-            g->lanes[i][lane] = (dt_attn_lane){.spans = view.spans,
-                                               .n_spans = view.n_spans,
-                                               .n_entries = view.n_entries,
-                                               .mass = observe ? mass : NULL,
-                                               .value_norm = view.value_norm};
-            mass = observe ? mass + lane_floats : mass;
-            if (focused) {
-                dt_attn_lane *to = &g->lanes[i][lane];
+            dt_kv_lane(seq->kv, i, lane, &view);
+            *to = (dt_attn_lane){.spans = view.spans,
+                                 .n_spans = view.n_spans,
+                                 .n_entries = view.n_entries,
+                                 .mass = observe ? mass : NULL,
+                                 .value_norm = view.value_norm};
+            *column = 0;
+            mass += observe ? from->mass_stride * (size_t)n_mass_rows(seq) : 0;
+            if (seq->focus_from > 0) {
                 to->spans = spans;
-                to->n_spans = focus_spans(&view, batch, dt_kv_layer(kv, i)->format.block_tokens, spans, &to->n_entries,
-                                          &g->focus_column[to - g->lane_storage]);
+                to->n_spans = focus_spans(&view, seq, dt_kv_layer(seq->kv, i)->format.block_tokens, spans, &to->n_entries, column);
                 to->value_norm = NULL; /* indexed by all of the lane's entries; those of the batch will not stay */
                 spans += to->n_spans;
-            } else {
-                g->focus_column[&g->lanes[i][lane] - g->lane_storage] = 0;
             }
         }
     }
-    return DT_OK;
 }
 
-static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt_batch *batch, int32_t layer, size_t stride) {
+static dt_attn_job make_job(const dt_graph *g, const dt_plan_layer *io, const dt_sequence *seq, int32_t number, int32_t layer) {
     const dt_hparams *hp = &g->decoder->hp;
-    const dt_plan_layer *io = &plan->layers[layer];
-    const size_t f = sizeof(float);
-    const bool observe = batch->observe_layer && batch->observe_layer[layer];
-    g->ops[layer].job = (dt_attn_job){
+    const share *at = (const share *)g->share.data + number;
+    const size_t f = sizeof(float), first = at->token;
+    const bool observe = seq->observe_layer && seq->observe_layer[layer];
+    dt_attn_job job = {
         .kernel = g->params.kernel,
-        .format = &dt_kv_layer(kv, layer)->format,
+        .format = &dt_kv_layer(seq->kv, layer)->format,
         .n_lanes = hp->n_kv_heads[layer],
         .n_rep = hp->n_heads / hp->n_kv_heads[layer],
-        .n_query = batch->n,
+        .n_query = seq->n,
         .scale = hp->attention_scale,
         .softcap = hp->attention_softcap,
         .window = hp->window[layer],
-        .positions = g->index.data,
-        .lanes = g->lanes[layer],
-        .q = io->q->data,
-        .k = io->k->data,
-        .v = io->v->data,
-        .out = io->out->data,
+        .positions = (const int32_t *)g->index.data + first,
+        .lanes = (dt_attn_lane *)g->lanes.data + (size_t)number * g->n_lanes + g->first_lane[layer],
         .q_token_stride = io->q->nb[2] / f,
         .q_head_stride = io->q->nb[1] / f,
         .k_token_stride = io->k->nb[2] / f,
@@ -281,117 +317,141 @@ static void fill_job(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt
         .v_head_stride = (size_t)hp->head_dim_v,
         .out_token_stride = io->out->nb[1] / f,
         .out_head_stride = (size_t)hp->head_dim_v,
-        .mass_row = observe ? g->mass_rows.data : NULL,
-        .n_mass_rows = observe ? n_mass_rows(batch) : 0,
-        .mass_stride = stride,
-        .mass_peak = batch->peak,
-        .scratch = g->scratch.data,
-        .scratch_bytes = g->scratch.bytes,
-        .n_threads = DT_MAX(g->params.n_threads, g->params.n_threads_batch),
+        .mass_row = observe ? (const int32_t *)g->mass_rows.data + first : NULL,
+        .n_mass_rows = observe ? n_mass_rows(seq) : 0,
+        .mass_stride = at->mass_stride,
+        .mass_peak = seq->peak,
+        .scratch = (char *)g->scratch.data + at->scratch,
+        .thread_scratch = g->thread_scratch.data,
+        .thread_bytes = g->thread_scratch.bytes / (size_t)most_threads(g) / 64 * 64,
     };
+    job.q = (const float *)io->q->data + first * job.q_token_stride;
+    job.k = (const float *)io->k->data + first * job.k_token_stride;
+    job.v = (const float *)io->v->data + first * job.v_token_stride;
+    job.out = (float *)io->out->data + first * job.out_token_stride;
+    job.scratch_bytes = (number + 1 < g->ops[layer].n_jobs ? at[1].scratch : g->scratch.bytes) - at->scratch;
+    return job;
 }
 
-static dt_status prepare_jobs(dt_graph *g, const dt_kv *kv, const dt_plan *plan, const dt_batch *batch, dt_error *error) {
-    const dt_hparams *hp = &g->decoder->hp;
-    const int32_t n_threads = DT_MAX(g->params.n_threads, g->params.n_threads_batch);
-    int32_t max_entries = 0;
-    size_t scratch_bytes = 1;
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        const int32_t length = dt_kv_length(kv, i);
-        max_entries = DT_MAX(max_entries, length);
-        scratch_bytes =
-            DT_MAX(scratch_bytes, g->params.kernel->scratch_bytes(&dt_kv_layer(kv, i)->format, hp->n_kv_heads[i],
-                                                                  hp->n_heads / hp->n_kv_heads[i], batch->n, length, n_threads));
+static dt_status prepare_jobs(dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences,
+                              dt_error *error) {
+    const size_t n = (size_t)n_sequences, n_layers = (size_t)g->decoder->hp.n_layers;
+    dt_status status = reserve(g, &g->share, n * sizeof(share), "the attention jobs", error);
+    if (status != DT_OK) {
+        return status;
     }
-    dt_status status = reserve(g, &g->scratch, scratch_bytes, "attention scratch", error);
-    if (status == DT_OK) {
-        status = reserve(g, &g->mass_rows, (size_t)batch->n * sizeof(int32_t), "attention mass", error);
-    }
-    if (status == DT_OK) {
-        status = reserve(g, &g->index, (size_t)batch->n * sizeof(int32_t), "positions", error);
-    }
-    if (status == DT_OK) {
-        status = connect_lanes(g, kv, batch, max_entries, error);
+    share whole;
+    size_t thread_bytes;
+    deal_out(g, sequences, n_sequences, g->share.data, &whole, &thread_bytes);
+    const struct {
+        growing_buffer *buffer;
+        size_t bytes;
+        const char *what;
+    } needs[] = {
+        {&g->jobs, n_layers * n * sizeof(dt_attn_job), "the attention jobs"},
+        {&g->lanes, n * g->n_lanes * sizeof(dt_attn_lane), "the attention jobs"},
+        {&g->focus_column, n * g->n_lanes * sizeof(int32_t), "the attention jobs"},
+        {&g->spans, whole.span * sizeof(dt_kv_span), "attention spans"},
+        {&g->scratch, whole.scratch, "attention scratch"},
+        {&g->thread_scratch, thread_bytes * (size_t)most_threads(g), "attention scratch"},
+        {&g->mass, whole.mass * sizeof(float), "attention mass"},
+        {&g->mass_rows, whole.token * sizeof(int32_t), "attention mass"},
+        {&g->index, whole.token * sizeof(int32_t), "positions"},
+    };
+    for (size_t i = 0; status == DT_OK && i < sizeof needs / sizeof needs[0]; i++) {
+        status = reserve(g, needs[i].buffer, DT_MAX(needs[i].bytes, 1), needs[i].what, error);
     }
     if (status != DT_OK) {
         return status;
     }
     int32_t *mass_rows = g->mass_rows.data, *positions = g->index.data;
-    for (int32_t i = 0; i < batch->n; i++) {
-        const int32_t observed = i - (batch->n - batch->n_observed);
-        mass_rows[i] = observed < 0 ? -1 : batch->observe_apart ? observed : 0;
-        positions[i] = batch->first_position + i;
+    for (int32_t s = 0; s < n_sequences; s++) {
+        const dt_sequence *seq = &sequences[s];
+        connect_lanes(g, seq, s);
+        for (int32_t i = 0; i < seq->n; i++) {
+            const int32_t observed = i - (seq->n - seq->n_observed);
+            *mass_rows++ = observed < 0 ? -1 : seq->observe_apart ? observed : 0;
+            *positions++ = seq->first_position + i;
+        }
     }
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        fill_job(g, kv, plan, batch, i, mass_stride(max_entries));
-    }
-    return DT_OK;
-}
-
-static void set_inputs(const dt_graph *g, const dt_plan *plan, const dt_batch *batch) {
-    const size_t bytes = (size_t)batch->n * sizeof(int32_t);
-    ggml_backend_tensor_set(plan->tokens, batch->tokens, 0, bytes);
-    ggml_backend_tensor_set(plan->positions, g->index.data, 0, bytes);
-    for (int32_t i = 0; i < batch->n_outputs; i++) {
-        const int32_t row = batch->n - batch->n_outputs + i;
-        ggml_backend_tensor_set(plan->output_rows, &row, (size_t)i * sizeof row, sizeof row);
-    }
-}
-
-static dt_status check_tokens(const dt_graph *g, const dt_batch *batch, dt_error *error) {
-    for (int32_t i = 0; i < batch->n; i++) {
-        if (batch->tokens[i] < 0 || batch->tokens[i] >= g->decoder->hp.n_vocab) {
-            return dt_fail(error, DT_ERR_ARGUMENT, "token %d is not in the model's vocabulary of %d", batch->tokens[i],
-                           g->decoder->hp.n_vocab);
+    for (size_t i = 0; i < n_layers; i++) {
+        g->ops[i].jobs = (dt_attn_job *)g->jobs.data + i * n;
+        g->ops[i].n_jobs = n_sequences;
+        for (int32_t s = 0; s < n_sequences; s++) {
+            g->ops[i].jobs[s] = make_job(g, &plan->layers[i], &sequences[s], s, (int32_t)i);
         }
     }
     return DT_OK;
 }
 
-static bool plan_fits(const dt_plan *plan, const dt_batch *batch) {
-    return plan->n_tokens == batch->n && plan->n_outputs == batch->n_outputs && plan->observe == (batch->observe_layer != NULL);
+static void set_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences) {
+    ggml_backend_tensor_set(plan->positions, g->index.data, 0, ggml_nbytes(plan->positions));
+    for (int32_t s = 0; s < n_sequences; s++) {
+        const dt_sequence *seq = &sequences[s];
+        const share *at = (const share *)g->share.data + s;
+        const size_t size = sizeof(int32_t);
+        ggml_backend_tensor_set(plan->tokens, seq->tokens, at->token * size, (size_t)seq->n * size);
+        for (int32_t i = 0; i < seq->n_outputs; i++) {
+            const int32_t row = (int32_t)at->token + seq->n - seq->n_outputs + i;
+            ggml_backend_tensor_set(plan->output_rows, &row, (at->output + (size_t)i) * size, size);
+        }
+    }
 }
 
-/* The plan for a batch, perhaps not built for it yet. Drafts change in length from step to step: for them several are kept. */
-static dt_plan *choose_plan(dt_graph *g, const dt_batch *batch) {
-    if (batch->n == 1) {
-        return &g->decode;
+/* What a plan is built for. */
+typedef struct plan_size {
+    int32_t n_tokens, n_outputs;
+    bool observe;
+} plan_size;
+
+static plan_size size_of(const dt_sequence *sequences, int32_t n_sequences) {
+    plan_size size = {0};
+    for (int32_t s = 0; s < n_sequences; s++) {
+        size.n_tokens += sequences[s].n;
+        size.n_outputs += sequences[s].n_outputs;
+        size.observe = size.observe || sequences[s].observe_layer;
     }
-    if (batch->n_outputs != batch->n || batch->n > DRAFT_PLAN_TOKENS) {
-        return &g->chunk;
+    return size;
+}
+
+static bool plan_fits(const dt_plan *plan, plan_size size) {
+    return plan->n_tokens == size.n_tokens && plan->n_outputs == size.n_outputs && plan->observe == size.observe;
+}
+
+/* The plan for a batch, perhaps not built for it yet. Small batches change in size from step to step, with drafts and with sequences
+ * that come and go: for them several are kept, and the one not used for longest is rebuilt. */
+static dt_plan *choose_plan(dt_graph *g, plan_size size) {
+    if (size.n_tokens > SMALL_PLAN_TOKENS) {
+        return &g->large;
     }
     int32_t best = 0;
-    for (int32_t i = 0; i < N_DRAFT_PLANS; i++) {
-        if (plan_fits(&g->drafts[i], batch)) {
+    for (int32_t i = 0; i < N_PLANS; i++) {
+        if (plan_fits(&g->plans[i], size)) {
             best = i;
             break;
         }
-        best = g->draft_plan_used[i] < g->draft_plan_used[best] ? i : best;
+        best = g->plan_used[i] < g->plan_used[best] ? i : best;
     }
-    g->draft_plan_used[best] = ++g->n_draft_batches;
-    return &g->drafts[best];
+    g->plan_used[best] = ++g->n_small_batches;
+    return &g->plans[best];
 }
 
-dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error) {
-    dt_status status = check_tokens(graph, batch, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    dt_plan *plan = choose_plan(graph, batch);
-    if (!plan_fits(plan, batch)) {
-        status = dt_plan_build(plan, graph->decoder, graph->ops, batch->n, batch->n_outputs, batch->observe_layer != NULL, error);
-    }
-    if (status == DT_OK) {
-        status = dt_kv_append(kv, batch->first_position, batch->n, error);
+dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
+                           dt_error *error) {
+    const plan_size size = size_of(sequences, n_sequences);
+    dt_plan *plan = choose_plan(graph, size);
+    dt_status status = DT_OK;
+    if (!plan_fits(plan, size)) {
+        status = dt_plan_build(plan, graph->decoder, graph->ops, size.n_tokens, size.n_outputs, size.observe, error);
     }
     if (status == DT_OK) {
-        status = prepare_jobs(graph, kv, plan, batch, error);
+        status = prepare_jobs(graph, plan, sequences, n_sequences, error);
     }
     if (status != DT_OK) {
         return status;
     }
-    set_inputs(graph, plan, batch);
-    graph->set_n_threads(graph->backend, batch->n == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
+    set_inputs(graph, plan, sequences, n_sequences);
+    graph->set_n_threads(graph->backend, size.n_tokens == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
     const enum ggml_status computed = dt_ggml_compute(graph->backend, plan->cgraph);
     if (computed == GGML_STATUS_ABORTED) {
         return dt_fail(error, DT_ERR_CANCELLED, "cancelled");
@@ -404,10 +464,21 @@ dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, co
     return DT_OK;
 }
 
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row) {
-    const dt_attn_lane *l = &graph->lanes[layer][lane];
-    const size_t column = (size_t)graph->focus_column[l - graph->lane_storage];
-    return l->mass ? l->mass + (size_t)row * graph->ops[layer].job.mass_stride + column : NULL;
+const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row) {
+    const size_t index = (size_t)sequence * graph->n_lanes + (size_t)(graph->first_lane[layer] + lane);
+    const float *mass = ((const dt_attn_lane *)graph->lanes.data)[index].mass;
+    const size_t column = (size_t)((const int32_t *)graph->focus_column.data)[index];
+    return mass ? mass + (size_t)row * graph->ops[layer].jobs[sequence].mass_stride + column : NULL;
+}
+
+void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user) {
+    graph->work = fn;
+    graph->work_user = user;
+    graph->set_n_threads(graph->backend, most_threads(graph));
+    if (dt_ggml_compute(graph->backend, graph->work_graph) != GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
+        fn(user, 0, 1);
+    }
+    graph->work = NULL;
 }
 
 int64_t dt_graph_attention_us(const dt_graph *graph) {

@@ -1,12 +1,12 @@
 /*
- * Runs a decoder over a batch of tokens with one session's KV cache: the only big user of ggml.
+ * Runs a decoder over a batch of tokens of one or more sequences, each with a KV cache of its own: the only big user of ggml.
  *
- * The ggml graph of a batch size is built and allocated once and reused as long as batches keep that size, so a
- * decode step builds nothing: lengths, pointers and positions that change from step to step live in the attention
- * jobs that the graph's custom operators point to, not in the graph.
+ * Attention is computed sequence by sequence; all else, and so the reading of the weights, is shared by the whole batch. The ggml graph
+ * of a batch size is built and allocated once and reused as long as batches keep that size, so a decode step builds nothing: lengths,
+ * pointers and positions that change from step to step live in the attention jobs that the graph's custom operators point to.
  *
- * Invariant: dt_graph_compute leaves the batch's entries in the cache uncommitted, whether it succeeds or
- * fails; the caller commits or takes them back.
+ * Invariant: a sequence's tokens are appended to its cache, uncommitted, before dt_graph_compute, and are so after it, whether it
+ * succeeds or fails; the caller commits or takes them back.
  */
 #ifndef DT_GRAPH_H
 #define DT_GRAPH_H
@@ -20,7 +20,7 @@ typedef struct dt_graph dt_graph;
 typedef struct dt_graph_params {
     const dt_attn_kernel *kernel;
     int32_t n_threads, n_threads_batch; /* for one token, for more */
-    /* Called now and then by the computing thread while a batch of several tokens runs; true stops it. May be NULL. */
+    /* Called now and then by the computing thread while a batch runs; true stops it. May be NULL. */
     bool (*should_abort)(void *user);
     void *user;
 } dt_graph_params;
@@ -30,8 +30,10 @@ dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_gr
                        dt_error *error);
 void dt_graph_free(dt_graph *graph);
 
-typedef struct dt_batch {
-    const int32_t *tokens; /* [n] */
+/* One sequence's part of a batch. */
+typedef struct dt_sequence {
+    dt_kv *kv;             /* has the tokens as its uncommitted entries */
+    const int32_t *tokens; /* [n] of the vocabulary */
     int32_t n, first_position;
     int32_t n_outputs;         /* logits wanted for the last n_outputs tokens, >= 1 */
     const bool *observe_layer; /* [L]: collect attention mass there; NULL = nowhere */
@@ -41,16 +43,20 @@ typedef struct dt_batch {
     /* Where focus_from > 0, queries see of the cache only its first block, the focus = the committed entries from the
      * focus_from-last to before the focus_to-last (rounded outwards to blocks), and the batch itself. */
     int32_t focus_from, focus_to;
-} dt_batch;
+} dt_sequence;
 
-/* Appends the batch to the cache (uncommitted) and computes. *logits: [n_outputs][V], the graph's own until its next call.
- * DT_ERR_CANCELLED when should_abort said so. */
-dt_status dt_graph_compute(dt_graph *graph, dt_kv *kv, const dt_batch *batch, const float **logits, dt_error *error);
+/* *logits: [sum of n_outputs][V], sequence by sequence, the graph's own until its next call. DT_ERR_CANCELLED when should_abort said
+ * so. */
+dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
+                           dt_error *error);
 
-/* Attention mass that the last batch's observed queries gave to each entry of a lane, or of its focus; entry order as in the cache
- * before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where the layer was not
- * observed. */
-const float *dt_graph_mass(const dt_graph *graph, int32_t layer, int32_t lane, int32_t row);
+/* Attention mass that the observed queries of one of the last batch's sequences gave to each entry of a lane, or of its focus; entry
+ * order as in the cache before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where
+ * the layer was not observed. */
+const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row);
+
+/* Calls fn on every thread, as ggml's operators are called: for work that is dealt out by ith of nth. Returns when all are done. */
+void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user);
 
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
 int64_t dt_graph_attention_us(const dt_graph *graph);

@@ -32,15 +32,19 @@ typedef struct builder {
 
 /* ---- custom operators ---- */
 
-/* The counters that prepare resets are first used by attend, which starts after the barrier. */
+/* The counters that prepare resets are first used by attend, which starts after the barrier. Threads take turns at being a job's first
+ * one: what is small is not dealt out evenly. */
 static void op_store(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_layer_op *op = user;
     (void)dst;
     const int64_t start = ith == 0 ? dt_clock_us() : 0;
-    if (ith == 0) {
-        op->job.kernel->prepare(&op->job);
+    for (int32_t i = 0; i < op->n_jobs; i++) {
+        const int turn = (ith + i) % nth;
+        if (turn == 0) {
+            op->jobs[i].kernel->prepare(&op->jobs[i]);
+        }
+        op->jobs[i].kernel->store(&op->jobs[i], turn, nth);
     }
-    op->job.kernel->store(&op->job, ith, nth);
     if (ith == 0) {
         op->attention_us += dt_clock_us() - start;
     }
@@ -50,7 +54,9 @@ static void op_attend(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_layer_op *op = user;
     (void)dst;
     const int64_t start = ith == 0 ? dt_clock_us() : 0;
-    op->job.kernel->attend(&op->job, ith, nth);
+    for (int32_t i = 0; i < op->n_jobs; i++) {
+        op->jobs[i].kernel->attend(&op->jobs[i], ith, nth);
+    }
     if (ith == 0) {
         op->attention_us += dt_clock_us() - start;
     }
@@ -59,11 +65,12 @@ static void op_attend(struct ggml_tensor *dst, int ith, int nth, void *user) {
 static void op_observe(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_layer_op *op = user;
     (void)dst;
-    if (!op->job.mass_row) {
-        return;
-    }
     const int64_t start = ith == 0 ? dt_clock_us() : 0;
-    op->job.kernel->observe(&op->job, ith, nth);
+    for (int32_t i = 0; i < op->n_jobs; i++) {
+        if (op->jobs[i].mass_row) {
+            op->jobs[i].kernel->observe(&op->jobs[i], ith, nth);
+        }
+    }
     if (ith == 0) {
         op->attention_us += dt_clock_us() - start;
     }

@@ -8,10 +8,11 @@
 #include "ggml-alloc.h"
 #include "graph/decoder.h"
 
-/* What a layer's custom operators work on. The job is refilled before every computation. */
+/* What a layer's custom operators work on. The jobs, one per sequence, are refilled before every computation. */
 typedef struct dt_layer_op {
-    dt_attn_job job;
-    int64_t attention_us; /* spent here by the first thread, since the session began */
+    dt_attn_job *jobs;
+    int32_t n_jobs;
+    int64_t attention_us; /* spent here by the first thread, since the graph was made */
 } dt_layer_op;
 
 typedef struct dt_plan_layer {

@@ -503,6 +503,13 @@ static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, d
         return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %.1f MiB is reached after %d tokens (--kv-memory)",
                        (double)kv->memory->limit / 1048576.0, kv->next_position);
     }
+    if (kv->memory->parent != NULL && kv->memory->parent->limit > 0) {
+        return dt_fail(
+            error, DT_ERR_MEMORY,
+            "the limit of %.1f MiB for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
+            "others end, or raise it",
+            (double)kv->memory->parent->limit / 1048576.0, kv->next_position);
+    }
     return dt_fail_memory(error, block_bytes(layer), "the KV cache");
 }
 
@@ -814,25 +821,46 @@ size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
     return bytes;
 }
 
+/* The sum so far, and what is taken only once. */
+typedef struct bytes_bound {
+    size_t bytes, arrays, block, scratch, n_entries;
+    int32_t n_lanes;
+} bytes_bound;
+
+static void bound_layer(bytes_bound *b, const dt_kv_layer_state *layer, int32_t longest) {
+    const int32_t blocks = dt_kv_blocks(&layer->params.format, longest), n_lanes = layer->params.n_lanes;
+    const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), false);
+    const size_t scratch = layer->params.budget.policy != NULL ? dt_kv_round_bytes(longest) : (size_t)longest * sizeof(int32_t);
+    b->bytes += sizeof *layer + (size_t)n_lanes * (LANE_BYTES + (size_t)blocks * block_bytes(layer) + lane_arrays);
+    b->n_lanes += n_lanes;
+    b->n_entries += (size_t)n_lanes * (size_t)longest;
+    b->arrays = DT_MAX(b->arrays, lane_arrays);      /* of one lane, twice while they are resized */
+    b->block = DT_MAX(b->block, block_bytes(layer)); /* the spare one */
+    b->scratch = DT_MAX(b->scratch, scratch);
+}
+
+static size_t bound_end(const bytes_bound *b, int32_t total_cache_size) {
+    const size_t shared = total_cache_size > 0 ? dt_kv_shared_bytes(b->n_lanes, b->n_entries) : 0;
+    return sizeof(dt_kv) + b->bytes + b->arrays + b->block + 2 * DT_MAX(b->scratch, shared); /* twice while it grows */
+}
+
 size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size) {
-    size_t bytes = sizeof(dt_kv) + (size_t)n_layers * sizeof(dt_kv_layer_state), arrays = 0, block = 0, scratch = 0, n_entries = 0;
-    int32_t n_lanes = 0;
+    bytes_bound bound = {0};
     for (int32_t i = 0; i < n_layers; i++) {
         const dt_kv_layer_state layer = {.params = layers[i],
                                          .has_mass = policy_needs_mass(&layers[i].budget),
                                          .has_peak = policy_needs_peak(&layers[i].budget)};
-        const int32_t blocks = dt_kv_blocks(&layers[i].format, longest[i]);
-        const size_t lane_arrays = dt_kv_array_bytes(&layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), false);
-        bytes += (size_t)layers[i].n_lanes * (LANE_BYTES + (size_t)blocks * block_bytes(&layer) + lane_arrays);
-        n_lanes += layers[i].n_lanes;
-        n_entries += (size_t)layers[i].n_lanes * (size_t)longest[i];
-        arrays = DT_MAX(arrays, lane_arrays);       /* of one lane, twice while they are resized */
-        block = DT_MAX(block, block_bytes(&layer)); /* the spare one */
-        scratch =
-            DT_MAX(scratch, layers[i].budget.policy != NULL ? dt_kv_round_bytes(longest[i]) : (size_t)longest[i] * sizeof(int32_t));
+        bound_layer(&bound, &layer, longest[i]);
     }
-    if (total_cache_size > 0) {
-        scratch = DT_MAX(scratch, dt_kv_shared_bytes(n_lanes, n_entries));
-    }
-    return bytes + arrays + block + 2 * scratch; /* twice while it grows */
+    return bound_end(&bound, total_cache_size);
 }
+
+size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *longest) {
+    bytes_bound bound = {0};
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        bound_layer(&bound, &kv->layers[i], longest[i]);
+    }
+    return bound_end(&bound, kv->total_cache_size);
+}
+
+int32_t dt_kv_total_cache_size(const dt_kv *kv) { return kv->total_cache_size; }

@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+"""The table that such programs are usually sold with, made honestly: one fixed prompt, 512 tokens, eviction off and on.
+
+usage: python3 bench/original.py [--shapes llama2-7b,llama2-13b,qwen-7b,chatglm2-6b,smollm2] [-t 2] [-r 1] [--no-llama] [-o FOLDER]
+
+For each shape: llama.cpp, then DeepTutor with TLC off, with preset docqa, and with 1,024 tokens in every layer; the prompt is always
+read for real. Weights are random (made by the tests' make_model at the real shape, Q4_0) except smollm2's, for which the KL
+divergence of each row stands beside its speed. Ratios against llama.cpp and against our own full cache, and for each row of ours the
+speed that reading weights and cache once a token allows (at the read bandwidth of its own run) and how much of it was reached.
+A prompt whose full cache does not fit the memory is shortened, and the table says so; what can't fit at all is left out.
+
+Needs `bash run.sh --test` once (programs and make_model). Before each shape it probes for seconds and says how long it will take.
+Writes FOLDER/original-tN.md and .csv (default FOLDER: bench/results/<processor>) after every shape; a shape that is in the CSV
+already is measured again. --shapes tiny is for trying it out: under a minute.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import peers  # noqa: E402
+from peers import ROOT, run, say  # noqa: E402
+
+REAL_MODEL = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+SPARE_BYTES = 2 << 30  # for the compute buffers, the program, the system
+
+
+@dataclass
+class Shape:
+    """make: options of make_model, None for a real model. prompt, decode: tokens. kv_bytes: of a token in the F16 cache.
+    kld_context: tokens of the quality rows, 0 = none."""
+    make: list
+    prompt: int
+    kv_bytes: int
+    decode: int = 512
+    budget: int = 1024
+    kld_context: int = 0
+
+
+def random_shape(layers, embd, heads, kv_heads, ff, vocab, prompt, arch="llama", **more):
+    head = embd // heads
+    make = ["--layers", layers, "--embd", embd, "--heads", heads, "--kv-heads", kv_heads, "--head-dim", head, "--ff", ff, "--vocab",
+            vocab, "--ctx", 32768, "--type", "q4_0", "--rope-base", 10000, "--no-tokenizer", "--arch", arch]
+    return Shape(make, prompt, layers * kv_heads * 2 * head * 2, **more)
+
+
+SHAPES = {
+    "llama2-7b": random_shape(32, 4096, 32, 32, 11008, 32000, 8192),
+    "llama2-13b": random_shape(40, 5120, 40, 40, 13824, 32000, 16384),
+    "qwen-7b": random_shape(32, 4096, 32, 32, 11008, 151936, 8192, "qwen"),
+    "chatglm2-6b": random_shape(28, 4096, 32, 2, 13696, 65024, 8192, "chatglm"),
+    "smollm2": Shape(None, 6144, 30 * 3 * 2 * 64 * 2, kld_context=6144),
+    "tiny": random_shape(4, 256, 4, 4, 512, 2048, 512, decode=32, budget=128),
+}
+
+
+# ---- memory and time ----
+
+def available_bytes():
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def fit_prompt(shape, model_bytes):
+    """Tokens of prompt, at most the shape's, whose full cache fits; 0: not even 2,048."""
+    memory = available_bytes()
+    if memory is None:
+        return shape.prompt
+    room = (memory - SPARE_BYTES - model_bytes) / (shape.kv_bytes * 1.04) - shape.decode  # and what scores need beside keys and values
+    return shape.prompt if room >= shape.prompt else int(room) // 1024 * 1024 if room >= 2048 else 0
+
+
+def clock(seconds):
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+# ---- engines ----
+
+def measure_ours(args, model, prompt, decode, flags):
+    command = [args.bench, "-m", model, "-t", args.threads, "-d", prompt, "-p", 0, "-n", decode, "-r", 1, "-o", "json", *flags]
+    rows = {row["test"]: row for row in json.loads(run(command, "deeptutor-bench"))["rows"]}
+    return {"prompt": rows["prompt"]["tps"], "decode": rows["decode"]["tps"], "bound": rows["decode"]["bound_tps"],
+            "kv_bytes": rows["decode"]["kv_bytes"], "kv_bytes_full": rows["decode"]["kv_bytes_full"],
+            "eviction_share": rows["decode"]["eviction_share"]}
+
+
+def llama_rows(bench, args, model, fa, flags):
+    rows = json.loads(run([bench, "-m", model, "-t", args.threads, "-fa", fa, "-r", 1, "-o", "json", *flags], "llama-bench"))
+    return [row["avg_ts"] for row in rows]
+
+
+def measure_llama(bench, args, model, prompt, decode):
+    """The better of flash attention off and on, test by test."""
+    best = {"prompt": 0.0, "decode": 0.0}
+    for fa in args.flash_attention:
+        best["prompt"] = max(best["prompt"], *llama_rows(bench, args, model, fa, ["-p", prompt, "-n", 0]))
+        best["decode"] = max(best["decode"], *llama_rows(bench, args, model, fa, ["-p", 0, "-n", decode, "-d", prompt]))
+        say(f"    fa {fa} done")
+    return best
+
+
+def eviction_rows(shape):
+    return {"TLC off": [], "TLC docqa": ["--cache-eviction", "--eviction-preset", "docqa"],
+            f"TLC {shape.budget:,}": ["--cache-eviction", "--max-cache-size", shape.budget]}
+
+
+def measure_kld(args, model, shape):
+    """KL divergence of each row of ours, with eviction as in serving; the full cache's is 0 by definition."""
+    values = {"TLC off": (0.0, 1.0)}
+    for name, flags in eviction_rows(shape).items():
+        if flags:
+            out = args.scratch / "kld.json"
+            run([args.eval, "kld", "-m", model, "-t", args.threads, "-f", args.text, "--context", shape.kld_context, "--chunks",
+                 1, *flags[1:], "--json", out], "deeptutor-eval")
+            numbers = json.loads(out.read_text())
+            values[name] = numbers["kld"], numbers["top1"]
+    return values
+
+
+# ---- one shape ----
+
+def make_model(args, name, shape):
+    if shape.make is None:
+        if not REAL_MODEL.exists():
+            sys.exit(f"{REAL_MODEL} is not there; run: bash run.sh --model")
+        return REAL_MODEL
+    path = args.scratch / f"{name}.gguf"
+    if not path.exists():
+        say(f"{name}: writing random weights")
+        part = path.with_suffix(".part.gguf")
+        run([args.make_model, part, *shape.make], "make_model")
+        part.rename(path)
+    return path
+
+
+def estimate(args, bench, model, prompt, shape, engines):
+    """Seconds, from short probes: reading grows with the square of the prompt where attention is what counts, so this is a floor."""
+    probe = measure_ours(args, model, min(prompt, 256), 8, [])
+    ours = prompt / probe["prompt"] + shape.decode / probe["decode"]
+    seconds = ours * 1.5 * (engines - bool(bench))
+    if bench:
+        fa = args.flash_attention[0]
+        read = llama_rows(bench, args, model, fa, ["-p", min(prompt, 256), "-n", 0])[0]
+        decode = llama_rows(bench, args, model, fa, ["-p", 0, "-n", 8])[0]
+        seconds += len(args.flash_attention) * (2 * prompt / read * 2 + shape.decode / decode * 2)
+    return seconds * args.rounds
+
+
+def measure_shape(args, bench, name, shape):
+    model = make_model(args, name, shape)
+    rows = eviction_rows(shape)
+    prompt = fit_prompt(shape, os.path.getsize(model))
+    if prompt == 0:
+        say(f"{name}: left out, its weights and 2,048 tokens of cache don't fit this machine's memory")
+        return None
+    seconds = estimate(args, bench, model, prompt, shape, len(rows) + bool(bench))
+    say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, {args.rounds} round{'s' * (args.rounds > 1)}, at least "
+        f"{clock(seconds)}, about until {time.strftime('%H:%M', time.localtime(time.time() + seconds))}")
+    samples = {}
+    for turn in range(args.rounds):
+        engines = {**({"llama.cpp": None} if bench else {}), **rows}
+        for engine, flags in engines.items():
+            start = time.time()
+            if flags is None:
+                values = measure_llama(bench, args, model, prompt, shape.decode)
+            else:
+                values = measure_ours(args, model, prompt, shape.decode, [*flags, "--no-compare"] if flags else [])
+            for key, value in values.items():
+                samples.setdefault((engine, key), []).append(value)
+            say(f"  round {turn + 1}/{args.rounds}  {engine}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} t/s  "
+                f"({clock(time.time() - start)})")
+    kld = measure_kld(args, model, shape) if shape.kld_context else {}
+    if shape.make is not None and not args.keep:
+        model.unlink()
+    result = []
+    for engine in dict.fromkeys(engine for engine, _ in samples):
+        row = {"shape": name, "prompt_tokens": prompt, "decode_tokens": shape.decode, "engine": engine, "rounds": args.rounds}
+        for key in ("prompt", "decode", "bound", "kv_bytes", "kv_bytes_full"):
+            values = samples.get((engine, key))
+            row[key] = statistics.median(values) if values else None
+            if key in ("prompt", "decode") and values:
+                row[f"{key}_low"], row[f"{key}_high"] = min(values), max(values)
+        row["kld"], row["top1"] = kld.get(engine, (None, None))
+        row["shortened_from"] = shape.prompt if prompt < shape.prompt else None
+        result.append(row)
+    return result
+
+
+# ---- results ----
+
+FIELDS = ["shape", "engine", "prompt_tokens", "shortened_from", "decode_tokens", "rounds", "prompt", "prompt_low", "prompt_high",
+          "decode", "decode_low", "decode_high", "bound", "kv_bytes", "kv_bytes_full", "kld", "top1"]
+
+
+def read_rows(path):
+    """Rows of an earlier run, by shape, so that shapes can be measured one at a time."""
+    if not path.exists():
+        return {}
+    shapes = {}
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            for key in FIELDS[2:]:
+                row[key] = float(row[key]) if row.get(key) else None
+            shapes.setdefault(row["shape"], []).append(row)
+    return shapes
+
+
+def speed(row, key, digits):
+    text = f"{row[key]:.{digits}f}"
+    low, high = row.get(f"{key}_low"), row.get(f"{key}_high")
+    return f"{text} ({low:.{digits}f}-{high:.{digits}f})" if row["rounds"] > 1 else text
+
+
+def ratio(row, base, key):
+    return f"{row[key] / base[key]:.2f}x" if base and base is not row and base[key] else ""
+
+
+def table(shapes, args):
+    lines = [f"# A fixed prompt, then 512 tokens: {peers.processor_name()}", "",
+             f"{args.threads} threads; {time.strftime('%Y-%m-%d')}. Random weights (Q4_0) except smollm2; tokens per second, medians"
+             " (lowest-highest where there were rounds). Bound: the decode speed that reading weights and cache once a token allows at"
+             " the memory bandwidth measured in that run.", ""]
+    head = ["shape", "prompt", "engine", "reading", "vs llama.cpp", "vs full", "decoding", "vs llama.cpp", "vs full", "KV MiB",
+            "bound", "reached"]
+    has_kld = any(row["kld"] is not None for rows in shapes.values() for row in rows)
+    head += ["KLD", "top-1"] if has_kld else []
+    lines += ["| " + " | ".join(head) + " |", "| --- | ---: | --- |" + " ---: |" * (len(head) - 3)]
+    for rows in shapes.values():
+        llama = next((row for row in rows if row["engine"] == "llama.cpp"), None)
+        full = next(row for row in rows if row["engine"] == "TLC off")
+        for row in rows:
+            ours = row is not llama
+            cells = [row["shape"], f"{row['prompt_tokens']:.0f}" + ("*" if row["shortened_from"] else ""),
+                     row["engine"] if not ours else f"DeepTutor, {row['engine']}",
+                     speed(row, "prompt", 1), ratio(row, llama, "prompt"), ratio(row, full, "prompt") if ours else "",
+                     speed(row, "decode", 2), ratio(row, llama, "decode"), ratio(row, full, "decode") if ours else "",
+                     f"{row['kv_bytes'] / 2**20:,.0f}" if row["kv_bytes"] else "", f"{row['bound']:.2f}" if row["bound"] else "",
+                     f"{row['decode'] / row['bound']:.0%}" if row["bound"] else ""]
+            if has_kld:
+                cells += [f"{row['kld']:.4f}" if row["kld"] is not None else "", f"{row['top1']:.3f}" if row["top1"] is not None else ""]
+            lines.append("| " + " | ".join(cells) + " |")
+    if any(row["shortened_from"] for rows in shapes.values() for row in rows):
+        lines += ["", "\\* shortened, so that the full cache fits this machine's memory: "
+                  + ", ".join(f"{rows[0]['shape']} from {rows[0]['shortened_from']:.0f}" for rows in shapes.values()
+                              if rows[0]["shortened_from"])]
+    return "\n".join(lines) + "\n"
+
+
+def write_results(folder, shapes, args):
+    folder.mkdir(parents=True, exist_ok=True)
+    name = folder / f"original-t{args.threads}"
+    with open(f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for rows in shapes.values():
+            writer.writerows({key: row.get(key) for key in FIELDS} for row in rows)
+    Path(f"{name}.md").write_text(table(shapes, args), encoding="utf-8")
+    return name
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="llama2-7b,llama2-13b,qwen-7b,chatglm2-6b,smollm2")
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("-r", "--rounds", type=int, default=1)
+    parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")
+    parser.add_argument("--llama-bench", type=Path, help="one that is built already (built into build-peers/)")
+    parser.add_argument("--flash-attention", default="0,1", type=lambda s: [int(x) for x in s.split(",")],
+                        help="llama.cpp's -fa, the better one counts (0,1)")
+    parser.add_argument("--keep", action="store_true", help="keep the models made")
+    parser.add_argument("--text", default=ROOT / "examples/genesis.txt", help="for KL divergences (examples/genesis.txt)")
+    parser.add_argument("--bench", default=ROOT / "deeptutor-bench")
+    parser.add_argument("--eval", default=ROOT / "deeptutor-eval")
+    parser.add_argument("--make-model", default=ROOT / "build/tests/make_model")
+    parser.add_argument("--scratch", type=Path, default=peers.PEERS / "models", help="where models are made (build-peers/models)")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    unknown = [name for name in args.shapes.split(",") if name not in SHAPES]
+    if unknown:
+        parser.error(f"there is no shape {unknown[0]}; known: {', '.join(SHAPES)}")
+    for program in (args.bench, args.eval, args.make_model):
+        if not os.access(program, os.X_OK):
+            sys.exit(f"{program} is not there; run: bash run.sh --test")
+    folder = args.output or ROOT / "bench/results" / peers.processor_name().replace(" ", "-")
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    bench = None if args.no_llama else args.llama_bench or peers.build_llama_bench()
+    shapes = read_rows(folder / f"original-t{args.threads}.csv")
+    for name in args.shapes.split(","):
+        rows = measure_shape(args, bench, name, SHAPES[name])
+        if rows:
+            shapes[name] = rows
+            written = write_results(folder, shapes, args)
+            say(f"written: {written}.md, .csv")
+    if shapes:
+        print(table(shapes, args))
+
+
+if __name__ == "__main__":
+    main()

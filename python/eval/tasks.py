@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Runs task files through ./deeptutor-eval ab, eviction off and on, and scores both.
+
+usage: python3 python/eval/tasks.py -m MODEL.gguf -i TASK.jsonl [-i ...] -o RESULT.json [options] [flags of deeptutor-eval ab]
+
+A line is LongBench's {"context", "input", "answers"} or RULER's {"input", "outputs"}. The metric follows from the form, and for
+LongBench from "dataset" (F1 where it says nothing); --metric sets it. Eviction, sampling and session flags go to the program, such
+as --eviction-preset docqa, --max-cache-size 1024 or -c 8192; the draw is greedy unless --temp says otherwise. report.py makes a page
+of the result.
+"""
+import argparse
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from eval.metrics import LONGBENCH, METRICS  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+QUESTION = "{context}\n\nAnswer the question from the text above, in as few words as possible.\n\nQuestion: {input}\nAnswer:"
+SUMMARY = "{context}\n\nSummarize the text above in one page.\n\nSummary:"
+
+
+def fail(text):
+    sys.exit(f"error: {text}")
+
+
+def read_task(path, args):
+    """[(prompt, answers)], the task's name and metric."""
+    rows, name, metric = [], pathlib.Path(path).stem, args.metric
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{path} can't be read: {error}")
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (args.samples and len(rows) == args.samples):
+            continue
+        try:
+            row = json.loads(line)
+            ruler = "outputs" in row
+            answers = row["outputs" if ruler else "answers"]
+            answers = [str(a) for a in (answers if isinstance(answers, list) else [answers])]
+            template = args.template or ("{input}" if ruler else QUESTION if row.get("input", "").strip() else SUMMARY)
+            prompt = template.replace("{context}", row.get("context", "")).replace("{input}", row.get("input", ""))
+            prompt += row.get("answer_prefix", "") if ruler else ""
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fail(f"{path} line {number}: needs context, input and answers, or input and outputs, as a JSON object "
+                 f"({type(error).__name__}: {error})")
+        if not answers:
+            fail(f"{path} line {number}: there are no answers to compare with")
+        metric = metric or ("contains" if ruler else LONGBENCH.get(row.get("dataset", name), "f1"))
+        rows.append((prompt, answers))
+    if not rows:
+        fail(f"{path} holds no samples")
+    return rows, name, metric
+
+
+def generate(args, prompts, flags):
+    """What deeptutor-eval ab writes for these prompts."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = os.path.join(folder, "prompts.jsonl"), os.path.join(folder, "result.json")
+        with open(source, "w", encoding="utf-8") as file:
+            for prompt in prompts:
+                row = {"messages": [{"role": "user", "content": prompt}]} if args.form == "chat" else {"prompt": prompt}
+                file.write(json.dumps(row) + "\n")
+        command = [args.program, "ab", "-m", args.model, "-i", source, "--samples", str(len(prompts)), "-n", str(args.n_predict),
+                   "--temp", "0", "--json", result, *flags]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        if done.returncode not in (0, 3):
+            fail(f"{args.program} ab ended with {done.returncode}; its own message is above")
+        with open(result, encoding="utf-8") as file:
+            return json.load(file)
+
+
+def mean(values):
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def measure(path, args, flags):
+    rows, name, metric = read_task(path, args)
+    print(f"{name}: {len(rows)} samples, {metric}", file=sys.stderr)
+    numbers = generate(args, [prompt for prompt, _ in rows], flags)
+    samples = []
+    for sample in numbers["samples"]:
+        answers = rows[sample["line"] - 1][1]
+        texts = {side: sample[side]["text"] for side in ("off", "on")}
+        cut = {side: text.lstrip("\n").split("\n")[0] if args.first_line else text for side, text in texts.items()}
+        samples.append({"sample": sample["line"], "answers": answers, **texts, "prompt_tokens": sample["prompt_tokens"],
+                        **{f"score_{side}": METRICS[metric](text, answers) for side, text in cut.items()}})
+    task = {"name": name, "metric": metric, "n": len(samples), "left_out": numbers["left_out"]}
+    for side in ("off", "on"):
+        task[f"score_{side}"], task[f"score_{side}_error"] = mean([s[f"score_{side}"] for s in samples])
+    task["difference"], task["difference_error"] = mean([s["score_on"] - s["score_off"] for s in samples])
+    task.update({key: numbers[key] for key in ("rouge_l", "speedup", "kv_share")}, samples=samples)
+    return task, numbers
+
+
+def write_json(path, value):
+    part = f"{path}.part"
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+    os.replace(part, path)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1].replace("usage: ", ""), allow_abbrev=False,
+                                     description=__doc__.split("\n\n")[2])
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("-i", "--input", action="append", required=True, help="a task file; may be given several times")
+    parser.add_argument("-o", "--output", required=True, help="the result, JSON")
+    parser.add_argument("-n", "--n-predict", type=int, default=64, help="tokens of an answer at most (64)")
+    parser.add_argument("--samples", type=int, default=0, help="lines of each file (all)")
+    parser.add_argument("--metric", choices=sorted(METRICS))
+    parser.add_argument("--template", help="the prompt, with {context} and {input} in it")
+    parser.add_argument("--form", choices=["text", "chat"], default="text", help="plain text, or the model's chat template (text)")
+    parser.add_argument("--first-line", action="store_true", help="score only the first line of an answer")
+    parser.add_argument("--program", default=str(ROOT / "deeptutor-eval"), help="(./deeptutor-eval)")
+    args, flags = parser.parse_known_args(argv)
+    if not os.access(args.program, os.X_OK):
+        fail(f"{args.program} is not there; build it with: bash run.sh")
+    tasks = []
+    print("| task | metric | samples | off | on | difference | KV of full |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for path in args.input:
+        task, numbers = measure(path, args, flags)
+        tasks.append(task)
+        print(f"| {task['name']} | {task['metric']} | {task['n']} | {task['score_off']:.3f} | {task['score_on']:.3f} "
+              f"| {task['difference']:+.3f} ± {task['difference_error']:.3f} | {task['kv_share']:.2f} |", flush=True)
+    write_json(args.output, {"command": "tasks", "model": args.model, "eviction": numbers["eviction"],
+                             "kv_type": numbers["kv_type"], "prefill": numbers["prefill"], "tasks": tasks})
+
+
+if __name__ == "__main__":
+    main()

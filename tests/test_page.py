@@ -1,0 +1,236 @@
+"""The web page in a real browser (headless Chromium), served by ./deeptutor-server with a tiny model, whose replies are noise; what
+Markdown becomes is checked with text of our own. Where DT_SCREENSHOTS names a folder, pictures of the page are left there."""
+import os
+import shutil
+import time
+
+import pytest
+
+selenium = pytest.importorskip("selenium")
+from selenium import webdriver  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.select import Select  # noqa: E402
+
+from server_support import MAKE_MODEL, SERVER, make_tiny, serving  # noqa: E402
+
+BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+PICTURES = os.environ.get("DT_SCREENSHOTS")
+
+pytestmark = [
+    pytest.mark.skipif(not os.access(SERVER, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK), reason="DT_SERVER names no program"),
+    pytest.mark.skipif(not BROWSER or not DRIVER, reason="no Chromium here, or no chromedriver"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    model = make_tiny(str(folder / "tiny.gguf"))
+    with serving(model, folder, "--chat-template", "chatml", "-np", "2", "-b", "64", "--ignore-eos", "--cache-eviction",
+                 "--max-cache-size", "128", "--min-cache-size", "64") as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
+    yield driver
+    driver.quit()
+
+
+def open_page(browser, server, width=1280, height=850, scheme="light", keep=False):
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    browser.get(f"http://127.0.0.1:{server.port}/")
+    if not keep:
+        browser.execute_script("localStorage.clear()")
+        browser.refresh()
+    wait(lambda: get(browser, "model").text != "")
+
+
+def get(browser, name):
+    return browser.find_element(By.ID, name)
+
+
+def wait(condition, seconds=30):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def ask(browser, text, n_tokens=24):
+    """Sends a message with the keyboard alone; returns the reply's text."""
+    field = get(browser, "max-tokens")
+    browser.execute_script("arguments[0].value = arguments[1]", field, n_tokens)
+    n = len(replies(browser))
+    get(browser, "prompt").send_keys(text, Keys.ENTER)
+    wait(lambda: len(replies(browser)) == n + 1 and get(browser, "send").is_displayed())
+    return replies(browser)[-1].find_element(By.CLASS_NAME, "text").text
+
+
+def replies(browser):
+    return browser.find_elements(By.CSS_SELECTOR, ".message.assistant")
+
+
+def picture(browser, name):
+    if PICTURES:
+        browser.save_screenshot(os.path.join(PICTURES, f"page-{name}.png"))
+
+
+def complaints(browser):
+    """What the browser has to say, Content-Security-Policy and failed requests included."""
+    return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def test_a_conversation_and_what_is_kept(browser, server):
+    open_page(browser, server)
+    picture(browser, "empty")
+    assert ask(browser, "word " * 120) != ""
+    rows = browser.find_elements(By.CSS_SELECTOR, "#layers tbody tr")
+    assert len(rows) == 2
+    assert [row.find_elements(By.TAG_NAME, "td")[0].text for row in rows] == ["0", "1"]
+    assert "/ 128" in rows[0].text
+    label = rows[0].find_element(By.TAG_NAME, "canvas").get_attribute("aria-label")
+    assert label.startswith("Layer 0 keeps ")
+    painted = browser.execute_script(  # beginning, hole and end of the strip differ
+        "const c = document.querySelector('#layers canvas'), x = c.getContext('2d');"
+        "return [0, 0.3, 0.97].map((at) => Array.from(x.getImageData(Math.floor(at * c.width), 5, 1, 1).data).join());")
+    assert painted[1] != painted[2]
+    assert "of" in get(browser, "kv-bytes").text and "tokens/s" in get(browser, "decode-tps").text
+    reused = get(browser, "reused").text
+    ask(browser, "and more")  # the second turn goes on from the cache
+    assert int(get(browser, "reused").text.split(" of ")[0].replace(",", "")) > int(reused.split(" of ")[0].replace(",", ""))
+    picture(browser, "conversation")
+    assert not complaints(browser)
+
+
+def test_it_survives_a_reload_and_begins_anew(browser, server):
+    open_page(browser, server)
+    answer = ask(browser, "hello")
+    open_page(browser, server, keep=True)
+    assert len(replies(browser)) == 1 and replies(browser)[0].find_element(By.CLASS_NAME, "text").text == answer
+    get(browser, "fresh").click()
+    assert not replies(browser) and get(browser, "welcome").is_displayed()
+    open_page(browser, server, keep=True)
+    assert not replies(browser)
+
+
+def test_stop_and_answer_again(browser, server):
+    open_page(browser, server)
+    field = get(browser, "max-tokens")
+    browser.execute_script("arguments[0].value = 700", field)
+    get(browser, "prompt").send_keys("go on", Keys.ENTER)
+    wait(lambda: replies(browser) and replies(browser)[-1].find_element(By.CLASS_NAME, "text").text != "")
+    browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+    wait(lambda: get(browser, "send").is_displayed())
+    assert get(browser, "status").text == "Stopped." and len(replies(browser)) == 1
+    server.wait_idle()
+    browser.execute_script("arguments[0].value = 8", field)
+    get(browser, "again").click()
+    wait(lambda: get(browser, "send").is_displayed())
+    assert len(replies(browser)) == 1
+
+
+def test_a_document(browser, server, tmp_path):
+    open_page(browser, server)
+    text, binary = tmp_path / "short story.txt", tmp_path / "picture.png"
+    text.write_text("Once upon a time. " * 20)
+    binary.write_bytes(b"\x89PNG\x00\xff\xfe")
+    get(browser, "file").send_keys(str(text))
+    wait(lambda: "short story.txt" in get(browser, "documents").text)
+    get(browser, "file").send_keys(str(binary))
+    wait(lambda: get(browser, "status").text == "picture.png is not a text file.")
+    ask(browser, "What is it about?")
+    first = browser.find_element(By.CSS_SELECTOR, ".message.user")
+    assert "short story.txt" in first.text and "What is it about?" in first.text
+    tokens = int(get(browser, "n-tokens").text.replace(",", ""))
+    assert tokens > 100  # the document was read
+    assert get(browser, "documents").text == ""
+
+
+def test_a_refusal_is_shown_and_nothing_is_lost(browser, server):
+    open_page(browser, server)
+    ask(browser, "x " * 3000)
+    assert get(browser, "status").text.startswith("That did not work: ")
+    assert not replies(browser)[1:] and "x x x" in browser.find_element(By.CSS_SELECTOR, ".message.user").text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_in_chinese(browser, server, scheme):
+    open_page(browser, server, width=390, height=844, scheme=scheme)
+    Select(get(browser, "language")).select_by_value("zh")
+    assert get(browser, "send").text == "发送" and browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "zh-CN"
+    ask(browser, "你好")
+    picture(browser, f"phone-{scheme}")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    overlap = browser.execute_script(
+        "const a = document.getElementById('composer').getBoundingClientRect(), b = document.querySelector('aside')"
+        ".getBoundingClientRect(); return a.bottom > b.top + 1;")
+    assert not overlap
+    untranslated = browser.execute_script(
+        "return Array.from(document.querySelectorAll('[data-text]')).filter((e) => /^[A-Za-z ,]+$/.test(e.textContent)).map("
+        "(e) => e.dataset.text);")
+    assert not untranslated
+
+
+def test_everything_has_a_name_and_a_place_in_the_tab_order(browser, server):
+    open_page(browser, server)
+    nameless = browser.execute_script(
+        "return Array.from(document.querySelectorAll('button, select, textarea, input:not([hidden])')).filter((e) => !("
+        "e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).map((e) => e.id);")
+    assert not nameless
+    seen = []
+    for _ in range(30):
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+        seen.append(browser.switch_to.active_element.get_attribute("id"))
+    assert {"fresh", "language", "prompt", "attach", "send", "evict", "preset"} <= set(seen)
+
+
+MARKDOWN = [
+    ("a **b** *c* `d<e>` ~~f~~", "<p>a <strong>b</strong> <em>c</em> <code>d&lt;e&gt;</code> <del>f</del></p>"),
+    ("# H\ntext", "<h3>H</h3><p>text</p>"),
+    ("1. a\n2. b\n   - c", "<ol start=\"1\"><li>a</li><li>b<ul><li>c</li></ul></li></ol>"),
+    ("- a\n\n- b", "<ul><li>a</li><li>b</li></ul>"),
+    ("```c\nif (a < b) *p = 1;\n```", "<pre><code>if (a &lt; b) *p = 1;</code></pre>"),
+    ("```\nnot closed yet", "<pre><code>not closed yet</code></pre>"),
+    ("| a | b |\n|---|:-:|\n| 1 | **2** |", "<table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td>"
+     "<strong>2</strong></td></tr></tbody></table>"),
+    ("> q\n> r", "<blockquote><p>q<br>r</p></blockquote>"),
+    ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
+    ("[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"),
+    ("2*3*4 a_b_c **", "<p>2*3*4 a_b_c **</p>"),
+    ("see https://a.example/b_(c).", None),
+    ("", ""),
+]
+
+
+def test_markdown(browser, server):
+    open_page(browser, server)
+    render = ("const done = arguments[1]; import('/markdown.js').then((m) => { const box = document.createElement('div');"
+              "box.append(m.render(arguments[0])); done(box.innerHTML); });")
+    for text, wanted in MARKDOWN:
+        found = browser.execute_async_script(render, text)
+        assert wanted is None or found == wanted, text
+        assert "<script" not in found and "<img" not in found
+    link = browser.execute_async_script(render, "[x](https://a.example/b_(c)?d=1)")
+    assert 'href="https://a.example/b_(c)?d=1"' in link and 'rel="noopener noreferrer"' in link
+
+
+def test_events_cut_anywhere(browser, server):
+    """The reader of the stream gives the same events wherever the pieces end."""
+    open_page(browser, server)
+    found = browser.execute_async_script(
+        "const done = arguments[0]; import('/stream.js').then((m) => {"
+        "const text = ': hi\\r\\nevent: tlc\\r\\ndata: {\"a\":1}\\r\\n\\r\\ndata: x\\ndata: y\\n\\ndata:z\\n\\n'; const out = [];"
+        "for (let size = 1; size < text.length; size++) { const reader = new m.EventReader(), events = [];"
+        "for (let i = 0; i < text.length; i += size) events.push(...reader.take(text.slice(i, i + size)));"
+        "out.push(JSON.stringify(events)); } done(Array.from(new Set(out))); });")
+    assert found == ['[{"event":"tlc","data":"{\\"a\\":1}"},{"event":"message","data":"x\\ny"},{"event":"message","data":"z"}]']
