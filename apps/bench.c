@@ -520,7 +520,9 @@ static void print_json(const bench *b) {
 static int run(bench *b) {
     const bench_options *o = b->options;
     dt_error error = {0};
-    const dt_model_params model_params = {.no_tokenizer = true};
+    dt_model_params model_params;
+    dt_shared_options_model(&o->shared, &model_params);
+    model_params.no_tokenizer = true;
     dt_status status = dt_model_open(o->shared.model, &model_params, &b->model, &error);
     if (status == DT_OK) {
         status = dt_shared_options_eviction(&o->shared, b->model, &b->eviction, &error);
@@ -565,6 +567,9 @@ int main(int argc, char **argv) {
     if (o.shared.version) {
         printf("DeepTutor %s\n", DT_VERSION);
         return 0;
+    }
+    if (parsed && dt_wants_devices(&o.shared)) {
+        return dt_print_devices();
     }
     if (!parsed || !dt_shared_options_check(&o.shared, message, sizeof message) ||
         !parse_depths(o.depths, &b, message, sizeof message)) {

@@ -180,7 +180,7 @@ double eval_kept_share(const eval *e, const dt_session *session) {
     for (int32_t i = 0; i < info->n_layers; i++) {
         dt_layer_stats layer;
         if (dt_session_get_layer_stats(session, i, &layer) == DT_OK) {
-            kept += layer.mean_length * info->n_kv_heads[i];
+            kept += (layer.mean_length + layer.slots_used) * info->n_kv_heads[i];
             lanes += info->n_kv_heads[i];
         }
     }
@@ -202,7 +202,11 @@ static dt_status setting_of_policy(eval *e, eval_setting *setting, int64_t max, 
         n = snprintf(text, sizeof text, "{\"budget\": \"adaptive\", \"total_cache_size\": %lld, \"layers\": %s}",
                      (long long)max * dt_model_get_info(e->model)->n_layers, layers);
     }
-    return dt_eviction_from_text(e->model, "--policy", text, (size_t)n, &setting->eviction, error);
+    dt_status status = dt_eviction_from_text(e->model, "--policy", text, (size_t)n, &setting->eviction, error);
+    if (status == DT_OK && o->shared.memory_slots >= 0) {
+        status = dt_eviction_set_memory_slots(setting->eviction, (int32_t)o->shared.memory_slots, error);
+    }
+    return status;
 }
 
 static dt_status add_setting(eval *e, double kept, dt_error *error) {
@@ -305,7 +309,9 @@ static json_t *begin_result(const eval *e, const command *c) {
 static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
     dt_status status = c->run == eval_ab ? eval_ab_read(e, error) : DT_OK;
     if (status == DT_OK) {
-        status = dt_model_open(e->options->shared.model, NULL, &e->model, error);
+        dt_model_params model_params;
+        dt_shared_options_model(&e->options->shared, &model_params);
+        status = dt_model_open(e->options->shared.model, &model_params, &e->model, error);
     }
     if (status == DT_OK && c->run == eval_long && o->n_context == 0) {
         o->n_context = dt_model_get_info(e->model)->n_ctx_train;

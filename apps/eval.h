@@ -60,7 +60,7 @@ dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error);
 /* The fork under settings[i], as --evict says; with streaming prefill a session that reads tokens[n] itself. */
 dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval_setting *setting, dt_session **out,
                                dt_error *error);
-/* Kept entries over all layers and lanes, as a share of the tokens so far. */
+/* Kept entries, memory slots included, over all layers and lanes, as a share of the tokens so far. */
 double eval_kept_share(const eval *e, const dt_session *session);
 /* Shows progress; false after Ctrl-C. */
 bool eval_progress(int64_t done, int64_t total, const dt_session *session);

@@ -330,7 +330,9 @@ static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_m
     plain.kv_type = plain.prefill = plain.n_ctx = plain.kv_memory = 0;
     dt_session_params params;
     dt_shared_options_session(&plain, &params);
-    dt_status status = dt_model_open(o->draft_model, NULL, out_model, error);
+    dt_model_params model_params;
+    dt_shared_options_model(&o->shared, &model_params);
+    dt_status status = dt_model_open(o->draft_model, &model_params, out_model, error);
     if (status == DT_OK) {
         status = dt_draft_from_model(run->model, *out_model, &params, most, &run->draft, error);
     }
@@ -397,12 +399,14 @@ static int run_all(const main_options *o) {
         status = dt_check_same_vocabulary(o->shared.model, o->draft_model, &error);
     }
     const double begun = milliseconds_now();
+    dt_model_params model_params;
+    dt_shared_options_model(&o->shared, &model_params);
     int exit_code = 0;
     if (status == DT_ERR_CANCELLED) {
         dt_report(DT_LOG_INFO, "interrupted");
     } else if (status != DT_OK) {
         exit_code = fail(status, &error, true);
-    } else if ((status = dt_model_open(o->shared.model, NULL, &model, &error)) != DT_OK) {
+    } else if ((status = dt_model_open(o->shared.model, &model_params, &model, &error)) != DT_OK) {
         exit_code = fail(status, &error, false);
     } else {
         exit_code = with_model(o, &t, model, stats, begun);
@@ -431,6 +435,9 @@ int main(int argc, char **argv) {
     if (o.shared.version) {
         printf("DeepTutor %s\n", DT_VERSION);
         return 0;
+    }
+    if (parsed && dt_wants_devices(&o.shared)) {
+        return dt_print_devices();
     }
     if (argc < 2) {
         fprintf(stderr, "error: name a model, and a text to go on from; --help lists all flags\n");

@@ -28,7 +28,11 @@ static const dt_option model_rows[] = {
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
     {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
      "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit)"},
-    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon", DT_OPTION_CHOICE, AT(kernel), 0, 0,
+    {"--device", "NAME", DT_OPTION_TEXT, AT(device), 0, 0,
+     "where layers run: cpu, cuda, metal, vulkan, a device by name, several separated by commas; list = show them (cpu)"},
+    {"-ngl, --gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
+     "the first N layers run on the device, their cache with them; more than there are: the output too (all)"},
+    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon|ggml|ggml_matmul", DT_OPTION_CHOICE, AT(kernel), 0, 0,
      "attention kernel, for tests and comparisons (auto)"},
 };
 
@@ -40,6 +44,8 @@ static const dt_option eviction_rows[] = {
     {"--max-cache-size", "N", DT_OPTION_INT, AT(max_cache_size), 1, INT32_MAX, "tokens that a layer may keep, for all layers"},
     {"--min-cache-size", "N", DT_OPTION_INT, AT(min_cache_size), 0, INT32_MAX,
      "tokens that a layer keeps at least, for all layers"},
+    {"--memory-slots", "N", DT_OPTION_INT, AT(memory_slots), 0, INT32_MAX,
+     "entries beside those tokens that stand for evicted ones, for all layers"},
     {"--prefill", "full|streaming", DT_OPTION_CHOICE, AT(prefill), 0, 0,
      "evict after the whole prompt is cached, or chunk by chunk in bounded memory (full)"},
 };
@@ -80,6 +86,8 @@ void dt_shared_options_init(dt_shared_options *options) {
     const dt_sampler_params sampler = dt_sampler_default_params();
     *options = (dt_shared_options){
         .min_cache_size = -1,
+        .memory_slots = -1,
+        .n_device_layers = -1,
         .temp = 0.8, /* as in dt_sampler_default_params, but without float's rounding */
         .top_p = 0.95,
         .min_p = 0.05,
@@ -372,13 +380,26 @@ static void print_wrapped(FILE *file, const char *text) {
     fputc('\n', file);
 }
 
+/* Names and value of an option, a long list of choices in several lines; returns the column it ends in. */
+static int print_names(FILE *file, const dt_option *option) {
+    int column = fprintf(file, "  %s%s", option->names, option->value != NULL ? " " : "");
+    for (const char *word = option->value; word != NULL && *word != 0;) {
+        const int n = (int)strcspn(word, "|"), length = n + (word[n] == '|');
+        if (column + length > HELP_COLUMNS) {
+            column = fprintf(file, "\n      ") - 1;
+        }
+        column += fprintf(file, "%.*s", length, word);
+        word += length;
+    }
+    return column;
+}
+
 void dt_options_help(FILE *file, const dt_option_group *const *groups, size_t n_groups) {
     for (size_t g = 0; g < n_groups; g++) {
         fprintf(file, "\n%s\n", groups[g]->title);
         for (size_t i = 0; i < groups[g]->n_options; i++) {
             const dt_option *option = &groups[g]->options[i];
-            const int n = fprintf(file, "  %s%s%s", option->names, option->value != NULL ? " " : "",
-                                  option->value != NULL ? option->value : "");
+            const int n = print_names(file, option);
             const bool below = n + 1 >= HELP_INDENT;
             fprintf(file, "%s%*s", below ? "\n" : "", below ? HELP_INDENT : HELP_INDENT - n, "");
             print_wrapped(file, option->help);
@@ -393,10 +414,10 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
         return refuse(message, capacity, "no model was named; give one with -m FILE");
     }
     if (!o->eviction && (o->eviction_config != NULL || o->eviction_preset != NULL || o->max_cache_size > 0 ||
-                         o->min_cache_size >= 0 || o->prefill != 0)) {
+                         o->min_cache_size >= 0 || o->memory_slots >= 0 || o->prefill != 0)) {
         return refuse(message, capacity,
-                      "--eviction-preset, --eviction-config, --max-cache-size, --min-cache-size and --prefill streaming need "
-                      "--cache-eviction");
+                      "--eviction-preset, --eviction-config, --max-cache-size, --min-cache-size, --memory-slots and --prefill "
+                      "streaming need --cache-eviction");
     }
     if (o->eviction_config != NULL && o->eviction_preset != NULL) {
         return refuse(message, capacity, "give --eviction-preset or --eviction-config, not both");
@@ -408,6 +429,13 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
         return refuse(message, capacity, "--stats-json needs a file; stdout is for the text");
     }
     return true;
+}
+
+bool dt_wants_devices(const dt_shared_options *o) { return o->device != NULL && strcmp(o->device, "list") == 0; }
+
+void dt_shared_options_model(const dt_shared_options *o, dt_model_params *out) {
+    *out = (dt_model_params){.device = o->n_device_layers == 0 ? NULL : o->device,
+                             .n_device_layers = (int32_t)(o->n_device_layers > 0 ? o->n_device_layers : 0)};
 }
 
 void dt_shared_options_sampler(const dt_shared_options *o, const char *grammar, dt_sampler_params *out) {
@@ -430,7 +458,8 @@ static int32_t sensible_threads(int64_t n) {
 }
 
 void dt_shared_options_session(const dt_shared_options *o, dt_session_params *out) {
-    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni", "neon"};
+    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni",
+                                          "neon", "ggml",      "ggml_matmul"};
     *out = (dt_session_params){
         .n_ctx = (int32_t)o->n_ctx,
         .n_batch = (int32_t)o->n_batch,
@@ -456,6 +485,9 @@ dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model 
             : dt_eviction_from_preset(model, o->eviction_preset != NULL ? o->eviction_preset : "chat", &eviction, error);
     if (status == DT_OK && (o->max_cache_size > 0 || o->min_cache_size >= 0)) {
         status = dt_eviction_override(eviction, (int32_t)o->max_cache_size, (int32_t)o->min_cache_size, error);
+    }
+    if (status == DT_OK && o->memory_slots >= 0) {
+        status = dt_eviction_set_memory_slots(eviction, (int32_t)o->memory_slots, error);
     }
     if (status == DT_ERR_IO) {
         status = error->code = DT_ERR_CONFIG; /* a config that can't be read is as wrong as one that can't be used */

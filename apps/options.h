@@ -41,11 +41,13 @@ typedef struct dt_shared_options {
     const char *model;
     int64_t n_threads, n_threads_batch, n_batch, n_ctx;
     int64_t kv_type, prefill, kernel; /* choices */
+    const char *device;               /* NULL: not given; "list" */
+    int64_t n_device_layers;          /* -1: not given */
     int64_t kv_memory;                /* bytes; 0: not given */
     /* eviction */
     bool eviction;
     const char *eviction_config, *eviction_preset;
-    int64_t max_cache_size, min_cache_size; /* 0 and -1: not given */
+    int64_t max_cache_size, min_cache_size, memory_slots; /* 0, -1, -1: not given */
     /* sampling */
     double temp, top_p, min_p, repeat_penalty;
     int64_t top_k, seed;
@@ -74,6 +76,10 @@ bool dt_parse_size(const char *text, int64_t *out);
 
 /* Flags that don't go together: false with a sentence. */
 bool dt_shared_options_check(const dt_shared_options *options, char *message, size_t capacity);
+/* --device list was given. */
+bool dt_wants_devices(const dt_shared_options *options);
+/* For dt_model_open: devices and layers. */
+void dt_shared_options_model(const dt_shared_options *options, dt_model_params *out);
 /* What the flags mean to the library. grammar: the text of --grammar-file, or NULL. *out_eviction is NULL when it is off. */
 void dt_shared_options_sampler(const dt_shared_options *options, const char *grammar, dt_sampler_params *out);
 void dt_shared_options_session(const dt_shared_options *options, dt_session_params *out);

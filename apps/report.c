@@ -14,6 +14,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -38,6 +39,8 @@ static struct {
     int64_t done_at_start, done; /* tokens: at the first call, after the last step */
     double stepped;              /* when the last step ended */
 } report;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* lines and the bar may come from several threads */
 
 static double seconds_now(void) {
     struct timespec now;
@@ -65,14 +68,28 @@ static size_t bar_columns(void) {
 
 static void print_line(dt_log_level level, const char *line) {
     if (level <= report.level) {
+        pthread_mutex_lock(&lock);
         wipe_bar();
         fprintf(stderr, "%s%s\n", level == DT_LOG_ERROR ? "error: " : level == DT_LOG_WARN ? "warning: " : "", line);
+        pthread_mutex_unlock(&lock);
     }
 }
 
 static void receive_log(dt_log_level level, const char *line, void *user) {
     (void)user;
     print_line(level, line);
+}
+
+int dt_print_devices(void) {
+    dt_error error;
+    char *text = NULL;
+    if (dt_devices_describe(&text, &error) != DT_OK) {
+        fprintf(stderr, "error: %s\n", error.message);
+        return 1;
+    }
+    fputs(text, stdout);
+    dt_free(text);
+    return 0;
 }
 
 void dt_report_init(dt_log_level level, bool bar) {
@@ -88,6 +105,15 @@ void dt_report(dt_log_level level, const char *format, ...) {
     vsnprintf(line, sizeof line, format, arguments);
     va_end(arguments);
     print_line(level, line);
+}
+
+static void draw_bar(const char *line) {
+    const size_t n = strlen(line), room = bar_columns() - 1; /* a full line would wrap, and then stay */
+    pthread_mutex_lock(&lock);
+    fprintf(stderr, "\r%.*s\033[K", (int)(n < room ? n : room), line);
+    fflush(stderr);
+    report.drawn = 1;
+    pthread_mutex_unlock(&lock);
 }
 
 bool dt_report_has_bar(void) { return report.bar; }
@@ -119,11 +145,16 @@ void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_
         snprintf(numbers, sizeof numbers, "  %lld tokens  %.1f tokens/s  KV %.1f MiB", (long long)done,
                  (double)(done - report.done_at_start) / (report.stepped - report.started), (double)stats.kv_bytes / 1048576.0);
     }
-    const int n = snprintf(line, sizeof line, "%s%s%s", what, percent, numbers);
-    const size_t room = bar_columns() - 1; /* a full line would wrap, and then stay */
-    fprintf(stderr, "\r%.*s\033[K", (int)((size_t)n < room ? (size_t)n : room), line);
-    fflush(stderr);
-    report.drawn = 1;
+    snprintf(line, sizeof line, "%s%s%s", what, percent, numbers);
+    draw_bar(line);
+}
+
+void dt_report_bar(const char *line) {
+    const double now = seconds_now();
+    if (report.bar && now - report.last >= 0.1) {
+        report.last = now;
+        draw_bar(line);
+    }
 }
 
 void dt_report_progress_end(void) {
@@ -352,7 +383,7 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
     json_object_set_new(root, "n_layers", json_integer(info->n_layers));
     json_object_set_new(root, "threads", json_integer(s.n_threads));
     json_object_set_new(root, "kernel", json_text(s.kernel));
-    json_object_set_new(root, "device", json_string("cpu"));
+    json_object_set_new(root, "device", json_text(info->device));
     json_object_set_new(root, "prompt_tokens", json_integer(numbers->prompt_tokens));
     json_object_set_new(root, "prefill_ms", json_number(s.prefill_ms));
     json_object_set_new(root, "prefill_tps", json_number(per_second(s.prefill_tokens, s.prefill_ms)));

@@ -3,10 +3,10 @@
 
 usage: python3 bench/original.py [--shapes llama2-7b,llama2-13b,qwen-7b,chatglm2-6b,smollm2] [-t 2] [-r 1] [--no-llama] [-o FOLDER]
 
-For each shape: llama.cpp, then DeepTutor with TLC off, with preset docqa, and with 1,024 tokens in every layer; the prompt is always
-read for real. Weights are random (made by the tests' make_model at the real shape, Q4_0) except smollm2's, for which the KL
-divergence of each row stands beside its speed. Ratios against llama.cpp and against our own full cache, and for each row of ours the
-speed that reading weights and cache once a token allows (at the read bandwidth of its own run) and how much of it was reached.
+For each shape: llama.cpp, then DeepTutor with TLC off, with preset docqa, and with 1,024 tokens in every layer; the prompt is
+always read for real. Weights are random (made by the tests' make_model at the real shape, Q4_0) except smollm2's, for which the KL
+divergence of each row stands beside its speed. Ratios against llama.cpp and against our own full cache, and for each row of ours
+the speed that reading weights and cache once a token allows (at the read bandwidth of its own run) and how much of it was reached.
 A prompt whose full cache does not fit the memory is shortened, and the table says so; what can't fit at all is left out.
 
 Needs `bash run.sh --test` once (programs and make_model). Before each shape it probes for seconds and says how long it will take.
@@ -76,7 +76,8 @@ def fit_prompt(shape, model_bytes):
     memory = available_bytes()
     if memory is None:
         return shape.prompt
-    room = (memory - SPARE_BYTES - model_bytes) / (shape.kv_bytes * 1.04) - shape.decode  # and what scores need beside keys and values
+    per_token = shape.kv_bytes * 1.04  # and what scores need beside keys and values
+    room = (memory - SPARE_BYTES - model_bytes) / per_token - shape.decode
     return shape.prompt if room >= shape.prompt else int(room) // 1024 * 1024 if room >= 2048 else 0
 
 
@@ -144,7 +145,7 @@ def make_model(args, name, shape):
 
 
 def estimate(args, bench, model, prompt, shape, engines):
-    """Seconds, from short probes: reading grows with the square of the prompt where attention is what counts, so this is a floor."""
+    """Seconds, from short probes: reading grows with the prompt's square where attention is what counts, so this is a floor."""
     probe = measure_ours(args, model, min(prompt, 256), 8, [])
     ours = prompt / probe["prompt"] + shape.decode / probe["decode"]
     seconds = ours * 1.5 * (engines - bool(bench))
@@ -164,8 +165,9 @@ def measure_shape(args, bench, name, shape):
         say(f"{name}: left out, its weights and 2,048 tokens of cache don't fit this machine's memory")
         return None
     seconds = estimate(args, bench, model, prompt, shape, len(rows) + bool(bench))
-    say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, {args.rounds} round{'s' * (args.rounds > 1)}, at least "
-        f"{clock(seconds)}, about until {time.strftime('%H:%M', time.localtime(time.time() + seconds))}")
+    until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
+    say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, "
+        f"{args.rounds} round{'s' * (args.rounds > 1)}, at least {clock(seconds)}, about until {until}")
     samples = {}
     for turn in range(args.rounds):
         engines = {**({"llama.cpp": None} if bench else {}), **rows}
@@ -177,8 +179,8 @@ def measure_shape(args, bench, name, shape):
                 values = measure_ours(args, model, prompt, shape.decode, [*flags, "--no-compare"] if flags else [])
             for key, value in values.items():
                 samples.setdefault((engine, key), []).append(value)
-            say(f"  round {turn + 1}/{args.rounds}  {engine}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} t/s  "
-                f"({clock(time.time() - start)})")
+            say(f"  round {turn + 1}/{args.rounds}  {engine}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} "
+                f"t/s  ({clock(time.time() - start)})")
     kld = measure_kld(args, model, shape) if shape.kld_context else {}
     if shape.make is not None and not args.keep:
         model.unlink()
@@ -227,9 +229,9 @@ def ratio(row, base, key):
 
 def table(shapes, args):
     lines = [f"# A fixed prompt, then 512 tokens: {peers.processor_name()}", "",
-             f"{args.threads} threads; {time.strftime('%Y-%m-%d')}. Random weights (Q4_0) except smollm2; tokens per second, medians"
-             " (lowest-highest where there were rounds). Bound: the decode speed that reading weights and cache once a token allows at"
-             " the memory bandwidth measured in that run.", ""]
+             f"{args.threads} threads; {time.strftime('%Y-%m-%d')}. Random weights (Q4_0) except smollm2; tokens per second, "
+             "medians (lowest-highest where there were rounds). Bound: the decode speed that reading weights and cache once a token "
+             "allows at the memory bandwidth measured in that run.", ""]
     head = ["shape", "prompt", "engine", "reading", "vs llama.cpp", "vs full", "decoding", "vs llama.cpp", "vs full", "KV MiB",
             "bound", "reached"]
     has_kld = any(row["kld"] is not None for rows in shapes.values() for row in rows)
@@ -247,7 +249,7 @@ def table(shapes, args):
                      f"{row['kv_bytes'] / 2**20:,.0f}" if row["kv_bytes"] else "", f"{row['bound']:.2f}" if row["bound"] else "",
                      f"{row['decode'] / row['bound']:.0%}" if row["bound"] else ""]
             if has_kld:
-                cells += [f"{row['kld']:.4f}" if row["kld"] is not None else "", f"{row['top1']:.3f}" if row["top1"] is not None else ""]
+                cells += ["" if row[key] is None else f"{row[key]:.{digits}f}" for key, digits in (("kld", 4), ("top1", 3))]
             lines.append("| " + " | ".join(cells) + " |")
     if any(row["shortened_from"] for rows in shapes.values() for row in rows):
         lines += ["", "\\* shortened, so that the full cache fits this machine's memory: "

@@ -118,8 +118,18 @@ function(dt_build_llama source)
     set(BUILD_SHARED_LIBS OFF)
     set(GGML_NATIVE ${DT_NATIVE})
     set(GGML_CCACHE OFF) # ours
-    set(GGML_METAL OFF)  # only the CPU is used
     set(GGML_BLAS OFF)
+    set(GGML_METAL ${DT_METAL})
+    set(GGML_VULKAN ${DT_VULKAN})
+    set(GGML_CUDA ${DT_CUDA})
+    set(GGML_CUDA_NCCL OFF)
+    set(GGML_CUDA_NO_VMM ON) # with it the programs would not even start where there is no driver
+    if(DT_CUDA_ARCHITECTURES)
+        set(CMAKE_CUDA_ARCHITECTURES ${DT_CUDA_ARCHITECTURES})
+    endif()
+    if(DT_CCACHE_PROGRAM)
+        set(CMAKE_CUDA_COMPILER_LAUNCHER ${DT_CCACHE_PROGRAM})
+    endif()
     set(GGML_OPENMP OFF) # its barriers can't be made to yield from inside the process; see dt_patch_llama
     if(DT_BATCH_INVARIANT)
         set(GGML_LLAMAFILE OFF) # its tiles round differently for different batch sizes

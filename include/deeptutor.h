@@ -73,6 +73,10 @@ typedef struct dt_model_params {
     bool no_mmap;          /* read the file into memory instead of mapping it */
     bool no_extra_buffers; /* keep weights in the file's layout (tests: same rounding for every batch size) */
     bool no_tokenizer;     /* do not load the tokenizer even where the file has one */
+    /* Devices for layers and their cache, separated by commas, as dt_devices_describe lists them ("cuda", "vulkan1"), sharing the layers
+     * evenly; "ggml-cpu" takes the CPU like one of them (tests). NULL or "cpu": everything is computed by the CPU. Copied. */
+    const char *device;
+    int32_t n_device_layers; /* the first so many layers; beyond their number the output too; 0 = everything */
 } dt_model_params;
 
 typedef struct dt_model_info {
@@ -85,6 +89,7 @@ typedef struct dt_model_info {
     const int32_t *windows;    /* [n_layers] sliding window in tokens, 0 = the layer sees everything */
     uint64_t n_params, weight_bytes;
     uint64_t step_weight_bytes; /* what one decode step reads of them */
+    const char *device;         /* "cpu", or which layers are where: "CUDA0 (layers 0-15)" */
     bool has_tokenizer, has_chat_template;
 } dt_model_info;
 
@@ -94,6 +99,9 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
 /* All sessions on the model must be freed before. NULL is accepted. */
 void dt_model_close(dt_model *model);
 const dt_model_info *dt_model_get_info(const dt_model *model);
+
+/* What this build can compute on, a line each: name, what it is, memory. Free with dt_free. */
+dt_status dt_devices_describe(char **out, dt_error *error);
 
 /* ---- quantizing --------------------------------------------------------------------------------- */
 
@@ -180,6 +188,8 @@ void dt_eviction_free(dt_eviction *eviction);
 const char *dt_eviction_name(const dt_eviction *eviction); /* for the log: "preset docqa", "config eviction.json" */
 /* Overrides max and/or min for every layer that evicts; 0 (max) or -1 (min) = leave. */
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error);
+/* Memory slots of every layer that evicts and has no sliding window: entries, beside max_cache_size, that stand for evicted tokens. */
+dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_error *error);
 /* The "TLC: layers a-b ..." lines, joined by newlines. Free with dt_free. */
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error);
 
@@ -202,7 +212,8 @@ typedef struct dt_session_params {
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
     dt_kv_type kv_type;
     dt_prefill prefill;
-    const char *kernel; /* of attention: "reference", "avx2", "avx512"... (unknown ones are refused with the list); NULL = "auto" */
+    const char *kernel; /* of attention: "reference", "avx2", "avx512"... (unknown ones are refused with the list); NULL = "auto".
+                           "ggml": by ggml's operators, as devices do; "ggml_matmul": without its fused attention */
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
@@ -227,7 +238,7 @@ typedef struct dt_layer_stats {
     const char *policy; /* "none" where the layer keeps everything */
     int32_t max_cache_size, length;
     double mean_length;
-    int32_t slots_used;
+    int32_t slots_used; /* memory slots, beside the length; of the lane that has most */
 } dt_layer_stats;
 
 typedef struct dt_session_stats {

@@ -93,7 +93,8 @@ def test_scores(tiny, prompts, tmp_path):
         assert abs(s["token_agreement"] - sum(equal) / max(len(a), len(b))) <= 1e-8
         assert s["exact_match"] == (a == b) and s["first_difference"] == (None if a == b else (equal + [False]).index(False))
         assert 0 < s["on"]["kept_share"] < s["off"]["kept_share"] <= 1
-        assert all(s[side][name] > 0 for side in ("off", "on") for name in ("prefill_tps", "decode_tps", "kv_bytes", "kv_bytes_peak"))
+        assert all(s[side][name] > 0 for side in ("off", "on")
+                   for name in ("prefill_tps", "decode_tps", "kv_bytes", "kv_bytes_peak"))
     for name in ("exact_match", "rouge_l", "token_agreement"):
         assert abs(numbers[name] - sum(s[name] for s in samples) / 5) <= 1e-8
     spread = math.sqrt(sum((s["rouge_l"] - numbers["rouge_l"]) ** 2 for s in samples) / 4 / 5)
@@ -117,7 +118,8 @@ def test_no_thresholds_no_verdict(tiny, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("line, what", [
-    ("{", "line 2: is no JSON"), ("[]", "line 2: needs either"), ("{}", "line 2: needs either"), ('{"prompt": 3}', 'line 2: "prompt"'),
+    ("{", "line 2: is no JSON"), ("[]", "line 2: needs either"), ("{}", "line 2: needs either"),
+    ('{"prompt": 3}', 'line 2: "prompt"'),
     ('{"prompt": ""}', 'line 2: "prompt"'), ('{"messages": []}', 'line 2: "messages"'),
     ('{"prompt": "x", "messages": []}', "line 2: needs either"), ('{"messages": [{"role": "user"}]}', "line 2: every message"),
     (json.dumps({"prompt": "word " * 600}), "line 2: its ")], ids=range(9))

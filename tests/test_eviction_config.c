@@ -98,11 +98,11 @@ static void test_presets(void **state) {
     static const struct {
         const char *name, *expected;
     } cases[] = {
-        {"chat", "TLC: layers 0-15   local_window      max 2048  min 512  sinks 4  recent 128  slots 0\n"
+        {"chat", "TLC: layers 0-15   local_window      max 2048  min 512  sinks 4  recent 128  slots 16\n"
                  "TLC: layers 16-31  importance_score  max 4096  min 512  sinks 4  recent 128  slots 0"},
-        {"docqa", "TLC: layers 0-15   local_window      max 4096  min 1024  sinks 4  recent 128  slots 0\n"
+        {"docqa", "TLC: layers 0-15   local_window      max 4096  min 1024  sinks 4  recent 128  slots 16\n"
                   "TLC: layers 16-31  importance_score  max 8192  min 1024  sinks 4  recent 128  slots 0"},
-        {"code", "TLC: layers 0-31   local_window      max 4096  min 1024  sinks 4  recent 128  slots 0"},
+        {"code", "TLC: layers 0-31   local_window      max 4096  min 1024  sinks 4  recent 128  slots 16"},
         {"summary", "TLC: layers 0-15   importance_score  max 3072  min 512  sinks 4  recent 128  slots 0\n"
                     "TLC: layers 16-31  importance_score  max 6144  min 512  sinks 4  recent 128  slots 0"},
     };
@@ -365,8 +365,7 @@ static void test_bad_fields(void **state) {
     require_field_error("\"min_cache_size\": -1", "\"min_cache_size\": must be between 0 and 2147483647, but is -1");
     require_field_error("\"recent_window\": 2147483648", "\"recent_window\": must be between 0 and 2147483647, but is 2147483648");
     require_field_error("\"min_cache_size\": 1001", "\"min_cache_size\": 1001 is above max_cache_size 1000; give at most that");
-    require_field_error("\"memory_slots\": 64",
-                        "\"memory_slots\": memory slots are not supported by this version; give 0 or leave the field out");
+    require_field_error("\"memory_slots\": 1025", "\"memory_slots\": must be at most 1024, but is 1025");
     require_field_error("\"score\": \"slow\"", "\"score\": must be \"fast\" or \"reconstruct\"");
     require_field_error("\"lanes\": []",
                         "\"lanes\": must be a list of sizes, one for each KV head, such as [512, 4096], but is empty");
@@ -593,9 +592,33 @@ static void test_windows(void **state) {
     dt_eviction_free(eviction);
 }
 
+/* From a file or a flag; layers with a sliding window have none. */
+static void test_memory_slots(void **state) {
+    (void)state;
+    const int32_t windows[] = {0, 0, 512, 0};
+    dt_error error;
+    dt_eviction *eviction = config(4, "{\"0-2\": {\"policy\": \"local_window\", \"max_cache_size\": 1000, \"memory_slots\": 16}}");
+    dt_eviction_set_windows(eviction, windows);
+    require_description(eviction,
+                        "TLC: layers 0-1    local_window      max 1000  min 500  sinks 4  recent 128  slots 16\n"
+                        "TLC: layers 2      local_window      max 1000  min 500  sinks 4  recent 128  slots 0  window 512\n"
+                        "TLC: layers 3      none              keeps everything");
+    assert_int_equal(dt_eviction_set_memory_slots(eviction, 1025, &error), DT_ERR_CONFIG);
+    assert_string_equal(error.message, "--memory-slots must be between 0 and 1024, but is 1025");
+    assert_int_equal(dt_eviction_set_memory_slots(eviction, -1, &error), DT_ERR_CONFIG);
+    assert_int_equal(dt_eviction_set_memory_slots(eviction, 8, &error), DT_OK);
+    assert_int_equal(dt_eviction_override(eviction, 600, -1, &error), DT_OK); /* one flag doesn't undo the other */
+    require_description(eviction,
+                        "TLC: layers 0-1    local_window      max 600  min 300  sinks 4  recent 128  slots 8\n"
+                        "TLC: layers 2      local_window      max 600  min 300  sinks 4  recent 128  slots 0  window 512\n"
+                        "TLC: layers 3      none              keeps everything");
+    dt_eviction_free(eviction);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(test_windows, begin_log),
+        cmocka_unit_test_setup(test_memory_slots, begin_log),
         cmocka_unit_test_setup(test_presets, begin_log),
         cmocka_unit_test_setup(test_presets_on_few_layers, begin_log),
         cmocka_unit_test_setup(test_unknown_preset, begin_log),

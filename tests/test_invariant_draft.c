@@ -199,7 +199,8 @@ static void test_every_draft_length(void **state) {
         NULL, "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 24, \"min_cache_size\": 8, \"recent_window\": 4}}",
         "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 17, \"min_cache_size\": 16, \"recent_window\": 4}}",
         "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 40, \"min_cache_size\": 20, \"recent_window\": 8},"
-        " \"1\": {\"policy\": \"local_window\", \"max_cache_size\": 33, \"min_cache_size\": 8, \"recent_window\": 8},"
+        " \"1\": {\"policy\": \"local_window\", \"max_cache_size\": 33, \"min_cache_size\": 8, \"recent_window\": 8, "
+        "\"memory_slots\": 3},"
         " \"2\": {\"policy\": \"importance_score\", \"max_cache_size\": 90, \"min_cache_size\": 50}}"};
     /* a random model repeats nothing that could be looked up: a grammar makes it, but for one letter in five */
     const dt_sampler_params free_text = greedy_sampling();

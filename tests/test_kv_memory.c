@@ -16,14 +16,15 @@
 #define N_CTX 1024
 #define CONFIG                                                                                                                     \
     "{\"0-1\": {\"policy\": \"importance_score\", \"max_cache_size\": 128, \"min_cache_size\": 32, \"recent_window\": 16},"        \
-    " \"2\": {\"policy\": \"local_window\", \"max_cache_size\": 200, \"min_cache_size\": 48, \"recent_window\": 16}}"
+    " \"2\": {\"policy\": \"local_window\", \"max_cache_size\": 200, \"min_cache_size\": 48, \"recent_window\": 16,"               \
+    " \"memory_slots\": 12}}"
 
 #define RECONSTRUCT                                                                                                                \
     "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 128, \"min_cache_size\": 32,"     \
     " \"recent_window\": 16}}"
 #define SHARED                                                                                                                     \
     "{\"budget\": \"adaptive\", \"total_cache_size\": 300, \"layers\": {\"0-\": {\"policy\": \"importance_score\","                \
-    " \"max_cache_size\": 200, \"min_cache_size\": 32, \"recent_window\": 16}}}"
+    " \"max_cache_size\": 200, \"min_cache_size\": 32, \"recent_window\": 16, \"memory_slots\": 20}}}"
 
 typedef struct fixture {
     dt_model *model;

@@ -73,8 +73,7 @@ def test_help_and_version():
     assert result.returncode == 0 and result.stderr == b""
     for flag in ("--cache-eviction", "--eviction-config", "--stats-json", "--ctx-size", "--context-length", "one final newline"):
         assert flag in " ".join(text.split())
-    for later in ("--memory-slots", "--device"):
-        assert later not in text
+    assert "--device" not in text
     for line in text.splitlines():
         assert len(line) <= 80 and line == line.rstrip(), line
     assert run("--version").stdout.startswith(b"DeepTutor ")
@@ -494,7 +493,17 @@ def test_bad_eviction_flags(tmp_path):
     assert_fails(run_model("-p", "x", "--cache-eviction", "--eviction-preset", "nonsense"), 2, "nonsense", "docqa")
     assert_fails(run_model("-p", "x", "--cache-eviction", "--eviction-config", str(tmp_path / "missing.json")), 2, "missing.json")
     assert_fails(run_model("-p", "x", "--cache-eviction", "--max-cache-size", "1"), 2)
+    assert_fails(run_model("-p", "x", "--cache-eviction", "--memory-slots", "2000"), 2, "--memory-slots", "1024")
+    assert_fails(run_model("-p", "x", "--memory-slots", "8"), 2, "--cache-eviction")
     assert_fails(run_model("-p", "x", "--cache-eviction", "--max-cache-size", "64", "--min-cache-size", "65"), 2, "65")
+
+
+@needs_model
+def test_memory_slots(tmp_path):
+    result, stats = run_stats(tmp_path, "-p", STORY[:2000], "-n", "40", "--ignore-eos", "--temp", "0", "--cache-eviction",
+                              "--max-cache-size", "200", "--memory-slots", "8")
+    assert "slots 8" in result.stderr.decode()
+    assert all(layer["slots_used"] == 8 and layer["length"] <= 200 for layer in stats["layers"])
 
 
 # ---- log -----------------------------------------------------------------------------------------

@@ -22,14 +22,15 @@
 #define N_CTX 512
 #define EVICT_32                                                                                                                   \
     "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 32, \"min_cache_size\": 8, \"recent_window\": 8},"             \
-    " \"1\": {\"policy\": \"local_window\", \"max_cache_size\": 40, \"min_cache_size\": 8, \"recent_window\": 8}}"
+    " \"1\": {\"policy\": \"local_window\", \"max_cache_size\": 40, \"min_cache_size\": 8, \"recent_window\": 8,"                  \
+    " \"memory_slots\": 5}}"
 
 #define RECONSTRUCT_32                                                                                                             \
     "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 32, \"min_cache_size\": 8,"       \
-    " \"recent_window\": 8}}"
+    " \"recent_window\": 8, \"memory_slots\": 3}}"
 #define SHARED_90                                                                                                                  \
     "{\"budget\": \"adaptive\", \"total_cache_size\": 90, \"layers\": {\"0-\": {\"policy\": \"importance_score\","                 \
-    " \"max_cache_size\": 60, \"min_cache_size\": 12, \"recent_window\": 8}}}"
+    " \"max_cache_size\": 60, \"min_cache_size\": 12, \"recent_window\": 8, \"memory_slots\": 8}}}"
 
 typedef struct fixture {
     dt_model *model;
@@ -370,7 +371,8 @@ static void test_every_flipped_byte_is_found(void **state) {
         const char flipped = (char)(d.bytes[at] ^ (1 << at % 8));
         fseek(file, (long)at, SEEK_SET);
         assert_int_equal(fwrite(&flipped, 1, 1, file), 1);
-        assert_refused(d.live, d.f, at >= 8 && at < 12 ? DT_ERR_ARGUMENT : DT_ERR_FORMAT, d.f->path);
+        /* of the version, 3 becomes 2, which is read too: then the checksum tells */
+        assert_refused(d.live, d.f, at > 8 && at < 12 ? DT_ERR_ARGUMENT : DT_ERR_FORMAT, d.f->path);
         fseek(file, (long)at, SEEK_SET);
         assert_int_equal(fwrite(d.bytes + at, 1, 1, file), 1);
     }

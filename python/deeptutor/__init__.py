@@ -35,12 +35,13 @@ def set_log(function):
 class Model:
     """Weights and tokenizer of a GGUF file."""
 
-    def __init__(self, path, no_mmap=False):
+    def __init__(self, path, no_mmap=False, device=None, n_device_layers=0):
         self._handle = ctypes.c_void_p()
-        call("dt_model_open", os.fsencode(path), dt_model_params(no_mmap=no_mmap), ctypes.byref(self._handle))
+        params = dt_model_params(no_mmap=no_mmap, device=device.encode() if device else None, n_device_layers=n_device_layers)
+        call("dt_model_open", os.fsencode(path), params, ctypes.byref(self._handle))
         info = lib.dt_model_get_info(self._handle).contents
         self.info = {name: getattr(info, name) for name, _ in info._fields_}
-        for name in ("architecture", "name", "weight_type"):
+        for name in ("architecture", "name", "weight_type", "device"):
             self.info[name] = self.info[name].decode("utf-8", "replace")
         for name in ("n_kv_heads", "windows"):
             self.info[name] = self.info[name][:info.n_layers]

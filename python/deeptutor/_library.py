@@ -23,7 +23,8 @@ class dt_error(Structure):
 
 
 class dt_model_params(Structure):
-    _fields_ = [("no_mmap", c_bool), ("no_extra_buffers", c_bool), ("no_tokenizer", c_bool)]
+    _fields_ = [("no_mmap", c_bool), ("no_extra_buffers", c_bool), ("no_tokenizer", c_bool), ("device", c_char_p),
+                ("n_device_layers", c_int32)]
 
 
 class dt_model_info(Structure):
@@ -31,8 +32,8 @@ class dt_model_info(Structure):
                 ("n_embd", c_int32), ("n_heads", c_int32), ("n_vocab", c_int32), ("n_ctx_train", c_int32),
                 ("head_dim_k", c_int32), ("head_dim_v", c_int32), ("n_kv_heads", POINTER(c_int32)), ("windows", POINTER(c_int32)),
                 ("n_params", c_uint64),
-                ("weight_bytes", c_uint64), ("step_weight_bytes", c_uint64), ("has_tokenizer", c_bool),
-                ("has_chat_template", c_bool)]
+                ("weight_bytes", c_uint64), ("step_weight_bytes", c_uint64), ("device", c_char_p),
+                ("has_tokenizer", c_bool), ("has_chat_template", c_bool)]
 
 
 class dt_chat_message(Structure):

@@ -1,7 +1,7 @@
 """Scores of a model's output against reference answers, each between 0 and 1; of several references the best counts.
 
-Words are lower case without punctuation and English articles, as question answering is usually scored (SQuAD, LongBench); characters
-of scripts without spaces count as words of their own.
+Words are lower case without punctuation and English articles, as question answering is usually scored (SQuAD, LongBench);
+characters of scripts without spaces count as words of their own.
 """
 import re
 import string

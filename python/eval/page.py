@@ -13,11 +13,12 @@ import re
 from eval import plots
 
 STYLE = """
-:root { color-scheme: light dark; --page: #fbfbfa; --panel: #fff; --ink: #1c2530; --soft: #5b6875; --grid: #d5dce3; --accent: #2b6cb0; }
+:root { color-scheme: light dark; --page: #fbfbfa; --panel: #fff; --ink: #1c2530; --soft: #5b6875; --grid: #d5dce3; }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #14181d; --panel: #1b2128; --ink: #e4e9ee; --soft: #9aa7b4; --grid: #39434e; --accent: #7db4ec; } }
+  :root { --page: #14181d; --panel: #1b2128; --ink: #e4e9ee; --soft: #9aa7b4; --grid: #39434e; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 28px 20px 64px; }
 h1 { font-size: 1.65rem; line-height: 1.2; margin: 0 0 4px; }
 h2 { font-size: 1.15rem; margin: 40px 0 8px; }
@@ -57,7 +58,9 @@ def _svg(figure, index):
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     for name in sorted(set(re.findall(r' id="([^"]+)"', text)), key=len, reverse=True):  # unique in the page
         text = re.sub(rf'(id="|href="#|url\(#){re.escape(name)}(?=["\)])', rf"\g<1>f{index}-{name}", text)
-    return re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", text, count=1), count=1)
+    for size in ("width", "height"):  # the page's style sizes it
+        text = re.sub(rf'<svg ([^>]*?) {size}="[^"]*"', r"<svg \1", text, count=1)
+    return text
 
 
 def _html_table(head, rows):

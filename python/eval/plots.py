@@ -1,8 +1,8 @@
 """The plots of a report, as matplotlib figures.
 
 Each function takes plain numbers and returns a figure of one fixed width, so that a phone shows it at about its own size. Colours:
-text and lines of the frame are INK and GRID, which page.py replaces in HTML by the page's own, for light and dark; series colours are
-told apart on both, and by their markers.
+text and lines of the frame are INK and GRID, which page.py replaces in HTML by the page's own, for light and dark; series
+colours are told apart on both, and by their markers.
 """
 import matplotlib
 

@@ -141,8 +141,9 @@ def measure_ours(args):
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "kld.json")
         subprocess.run([args.program, "kld", "-m", args.model, "-f", args.file, "--context", str(args.context), "--continuation",
-                        str(args.continuation), "--chunks", str(args.chunks), "--policy", "local_window", "--evict", "once", "--kept",
-                        ",".join(map(str, args.kept)), "--json", out], check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                        str(args.continuation), "--chunks", str(args.chunks), "--policy", "local_window", "--evict", "once",
+                        "--kept", ",".join(map(str, args.kept)), "--json", out], check=True,
+                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         result = json.loads(pathlib.Path(out).read_text())
     return [[[c["kld"], c["top1"], c["nll"], c["nll_full"]] for c in row["chunks"]] for row in result.get("settings", [result])]
 
@@ -174,7 +175,8 @@ def main(argv=None):
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for share, a, b in zip(args.kept, theirs, ours):
         for name, x, y in [*((str(i + 1), a[i], b[i]) for i in range(args.chunks)), ("mean", a.mean(0), b.mean(0))]:
-            print(f"| {share} | {name} | {x[0]:.4f} | {y[0]:.4f} | {y[0] / x[0]:.3f} | {x[1]:.3f} | {y[1]:.3f} | {x[3]:.4f} | {y[3]:.4f} |")
+            print(f"| {share} | {name} | {x[0]:.4f} | {y[0]:.4f} | {y[0] / x[0]:.3f} | {x[1]:.3f} | {y[1]:.3f} "
+                  f"| {x[3]:.4f} | {y[3]:.4f} |")
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps({"kept": args.kept, "numpy": theirs.tolist(), "ours": ours.tolist()}))
 

@@ -6,8 +6,8 @@ usage: python3 python/eval/report.py -o REPORT.html [LABEL=]RESULT.json ...
 
 The first form reads results, several of a kind too: lines of one plot, named by what was evicted how, or by LABEL. The second
 measures first: kld and needles of a window, of importance_score and of reconstruction with a shared budget at three sizes, and with
--i an A/B test with preset docqa; the results stay in REPORT_results/, and what lies there is not measured again. A name that ends in
-.md gives Markdown, with its pictures in REPORT_files/; any other one self-contained HTML file.
+-i an A/B test with preset docqa; the results stay in REPORT_results/, and what lies there is not measured again. A name that ends
+in .md gives Markdown, with its pictures in REPORT_files/; any other one self-contained HTML file.
 """
 import argparse
 import json
@@ -51,7 +51,7 @@ def read_result(argument):
 
 
 def name_series(results):
-    """Labels that tell results of one command apart: by the model too, the cache's type and the kind of question, where they differ."""
+    """Labels that tell results of one command apart: by the model, the cache's type, the kind of question, where they differ."""
     def differing(key, default=""):
         values = {result.get(key, default) for result in results}
         return (lambda result: [str(result.get(key, default))]) if len(values) > 1 else (lambda result: [])
@@ -84,12 +84,13 @@ def spread(value, error, n, form):
 
 def kld_blocks(results, plots):
     name_series(results)
-    rows = [[r["name"], percent(row["kept_share"]), spread(row["kld"], row["kld_error"], len(row["chunks"]), ".4f"), f"{row['top1']:.3f}",
-             f"{row['nll'] - row['nll_full']:+.4f}", str(len(row["chunks"]))] for r in results for row in r["settings"]]
+    rows = [[r["name"], percent(row["kept_share"]), spread(row["kld"], row["kld_error"], len(row["chunks"]), ".4f"),
+             f"{row['top1']:.3f}", f"{row['nll'] - row['nll_full']:+.4f}", str(len(row["chunks"]))]
+            for r in results for row in r["settings"]]
     yield "heading", "Distance from the full cache"
-    yield "text", ("After the context was evicted, the text goes on and both caches say how likely every next token is. KL divergence "
-                   "in nats: 0 means nothing was lost. Top-1: how often both find the same token likeliest. ± is the standard error "
-                   "of the mean over pieces.")
+    yield "text", ("After the context was evicted, the text goes on and both caches say how likely every next token is. KL "
+                   "divergence in nats: 0 means nothing was lost. Top-1: how often both find the same token likeliest. ± is the "
+                   "standard error of the mean over pieces.")
     yield "table", ["eviction", "kept", "KL divergence", "top-1", "NLL added", "pieces"], rows
     yield "figures", [(plots.against_kept(series_of(results, "kld", "kld_error"), "KL divergence, nats", log=True),
                        "Quality lost, by what is kept"),
@@ -115,8 +116,8 @@ def attention_blocks(results, plots):
         figures.append((plots.by_layer(chosen, "attention kept"), "Attention to what is kept, by layer"))
     if figures:
         yield "heading", "Attention by layer"
-        yield "text", ("Of the latest queries of the context, in the full cache: each layer's attention by the position it goes to, and "
-                       "the share of it that goes to tokens that are still there after eviction.")
+        yield "text", ("Of the latest queries of the context, in the full cache: each layer's attention by the position it goes "
+                       "to, and the share of it that goes to tokens that are still there after eviction.")
         yield "figures", figures
 
 
@@ -132,7 +133,7 @@ def kept_blocks(results, plots):
                     lanes.append((plots.lane_map(row["map"]["lanes"]), caption))
     if maps:
         yield "heading", "What each layer keeps"
-        yield "text", "The share of the tokens at each position that is still there, mean over a layer's KV heads and over the pieces."
+        yield "text", "The share of the tokens at each position that is still there: a mean over a layer's KV heads and pieces."
         yield "figures", maps
     if lanes:
         yield "heading", "How much each KV head keeps"
@@ -146,8 +147,8 @@ def needle_blocks(results, plots):
              str(len(row["samples"]))] for r in results for row in r["settings"]]
     full = max(row["accuracy_full"] for r in results for row in r["settings"])
     yield "heading", "Facts hidden in the text"
-    yield "text", ("Numbers hidden at random depths and asked for, before eviction (aware) or after it: the share of answers with every "
-                   "digit right.")
+    yield "text", ("Numbers hidden at random depths and asked for, before eviction (aware) or after it: the share of answers with "
+                   "every digit right.")
     yield "table", ["eviction", "question", "kept", "found", "full cache", "asked"], rows
     yield "figures", [(plots.against_kept(series_of(results, "accuracy"), "found", share=True, reference=full),
                        "Facts found, by what is kept")]
@@ -157,8 +158,9 @@ def ab_blocks(results, plots):
     name_series(results)
     yield "heading", "The same prompts, eviction off and on"
     yield "table", ["eviction", "samples", "same output", "ROUGE-L", "tokens agree", "decode speed", "KV of full", "verdict"], [
-        [r["name"], str(len(r["samples"])), f"{r['exact_match']:.3f}", spread(r["rouge_l"], r["rouge_l_error"], len(r["samples"]), ".3f"),
-         f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x", percent(r["kv_share"]),
+        [r["name"], str(len(r["samples"])), f"{r['exact_match']:.3f}",
+         spread(r["rouge_l"], r["rouge_l_error"], len(r["samples"]), ".3f"), f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x",
+         percent(r["kv_share"]),
          "-" if r["verdict"] is None else "pass" if r["verdict"]["pass"] else "fail"] for r in results]
     checks = [[r["name"], c["name"], f"{c['value']:.4f}", f"{c['threshold']:.4f}", "pass" if c["pass"] else "fail"]
               for r in results if r["verdict"] for c in r["verdict"]["checks"]]
@@ -231,7 +233,8 @@ def measure(args):
     runs = []
     for name, flags in METHODS:
         common = [*flags, "--kept", args.kept, "--evict", "once"]
-        runs.append((f"kld-{name}", ["kld", "-f", args.file, "--context", str(args.context), "--chunks", str(args.chunks), *common]))
+        runs.append((f"kld-{name}", ["kld", "-f", args.file, "--context", str(args.context), "--chunks", str(args.chunks),
+                                     *common]))
         runs.append((f"needle-{name}", ["needle", "-f", args.file, "--context", str(args.context // 2), "--samples",
                                         str(args.samples), *common]))
     if args.input:

@@ -5,8 +5,8 @@ usage: python3 python/eval/tasks.py -m MODEL.gguf -i TASK.jsonl [-i ...] -o RESU
 
 A line is LongBench's {"context", "input", "answers"} or RULER's {"input", "outputs"}. The metric follows from the form, and for
 LongBench from "dataset" (F1 where it says nothing); --metric sets it. Eviction, sampling and session flags go to the program, such
-as --eviction-preset docqa, --max-cache-size 1024 or -c 8192; the draw is greedy unless --temp says otherwise. report.py makes a page
-of the result.
+as --eviction-preset docqa, --max-cache-size 1024 or -c 8192; the draw is greedy unless --temp says otherwise. report.py makes a
+page of the result.
 """
 import argparse
 import json

@@ -43,6 +43,9 @@ void *dt_memory_alloc(dt_memory *memory, size_t bytes);
 void *dt_memory_alloc_zero(dt_memory *memory, size_t bytes);
 /* Like realloc: keeps the first min(old, new) bytes; on failure returns NULL and leaves `pointer` valid. */
 void *dt_memory_grow(dt_memory *memory, void *pointer, size_t old_bytes, size_t new_bytes);
+/* Counts memory that is allocated elsewhere, a device's; false, with nothing counted, where the limit forbids it. */
+bool dt_memory_charge(dt_memory *memory, size_t bytes);
+void dt_memory_discharge(dt_memory *memory, size_t bytes);
 /* `bytes` must be what was allocated. NULL is accepted. */
 void dt_memory_free(dt_memory *memory, void *pointer, size_t bytes);
 

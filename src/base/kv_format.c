@@ -31,3 +31,9 @@ void dt_kv_format_init(dt_kv_format *out, dt_kv_type type_k, dt_kv_type type_v, 
     format.block_bytes = DT_ROUND_UP(format.position_offset + tokens * sizeof(int32_t), DT_SECTION_ALIGNMENT);
     *out = format;
 }
+
+void dt_kv_format_move_elsewhere(dt_kv_format *format) {
+    format->elsewhere = true;
+    format->v_offset = format->k_scale_offset = format->v_scale_offset = format->position_offset = 0;
+    format->block_bytes = DT_ROUND_UP((size_t)format->block_tokens * sizeof(int32_t), DT_SECTION_ALIGNMENT);
+}

@@ -29,12 +29,16 @@ typedef struct dt_kv_format {
     int32_t dim_k, dim_v;               /* head sizes */
     int32_t dim_k_padded, dim_v_padded; /* to multiples of 4 and 16 */
     int32_t block_tokens;
+    bool elsewhere; /* keys, values and scales lie in a dt_kv_home (kv/kv.h): those sections are empty */
     /* byte offsets within a block's memory, and its size */
     size_t v_offset, k_scale_offset, v_scale_offset, position_offset, block_bytes;
 } dt_kv_format;
 
 /* Fills *out. block_tokens: multiple of DT_KV_GROUP. */
 void dt_kv_format_init(dt_kv_format *out, dt_kv_type type_k, dt_kv_type type_v, int32_t dim_k, int32_t dim_v, int32_t block_tokens);
+
+/* The same entries, with keys and values elsewhere: of the sections only positions stay. */
+void dt_kv_format_move_elsewhere(dt_kv_format *format);
 
 /* Byte offset of key element (entry, dim) and of an entry's value row from the block's start. */
 static inline size_t dt_kv_key_offset(const dt_kv_format *f, int32_t entry, int32_t dim) {

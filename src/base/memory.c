@@ -82,6 +82,10 @@ void *dt_memory_grow(dt_memory *memory, void *pointer, size_t old_bytes, size_t 
     return grown;
 }
 
+bool dt_memory_charge(dt_memory *memory, size_t bytes) { return may_allocate(memory) && count(memory, bytes); }
+
+void dt_memory_discharge(dt_memory *memory, size_t bytes) { uncount(memory, bytes); }
+
 void dt_memory_free(dt_memory *memory, void *pointer, size_t bytes) {
     if (pointer != NULL) {
         uncount(memory, bytes);

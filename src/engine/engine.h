@@ -4,6 +4,7 @@
 #ifndef DT_ENGINE_H
 #define DT_ENGINE_H
 
+#include "graph/device_cache.h"
 #include "graph/graph.h"
 #include "text/text.h"
 

@@ -15,6 +15,7 @@
 #define DEFAULT_MIN 512
 #define DEFAULT_SINKS 4
 #define DEFAULT_RECENT 128
+#define WINDOW_SLOTS 16 /* of presets, with local_window; importance_score gains nothing from them (docs/quality.md) */
 
 /* ---- defaults and limits ---- */
 
@@ -42,6 +43,7 @@ dt_budget dt_eviction_complete(const dt_eviction_request *request) {
         .sink_tokens = request->sink_tokens >= 0 ? request->sink_tokens : DEFAULT_SINKS,
         .recent_window = request->recent_window >= 0 ? request->recent_window : DT_MIN(DEFAULT_RECENT, least / 4),
         .lane_max = request->lanes,
+        .memory_slots = request->memory_slots,
     };
 }
 
@@ -113,9 +115,13 @@ static bool spares_window(const dt_eviction *eviction, const dt_budget *budget, 
     return blind || (eviction->spares_windows && cuts_window(budget, window));
 }
 
+/* Behind a window no entry is seen, so none may stand for what is there. */
+static void fit_slots(dt_budget *budget, int32_t window) { budget->memory_slots = window > 0 ? 0 : budget->memory_slots; }
+
 void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows) {
     for (int32_t i = 0; i < eviction->n_layers; i++) {
         eviction->windows[i] = windows[i];
+        fit_slots(&eviction->budgets[i], windows[i]);
         if (spares_window(eviction, &eviction->budgets[i], windows[i])) {
             eviction->budgets[i] = (dt_budget){0};
         }
@@ -160,12 +166,14 @@ dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_evict
     const int32_t n_shallow = DT_MAX(0, DT_MIN(n_layers / 2, n_layers - found->least_deep));
     for (int32_t i = 0; i < n_layers; i++) {
         const bool deep = i >= n_shallow;
+        const dt_policy *policy = deep ? found->deep_policy : found->shallow_policy;
         (*out)->requests[i] = (dt_eviction_request){
-            .policy = deep ? found->deep_policy : found->shallow_policy,
+            .policy = policy,
             .max_cache_size = deep ? found->deep_max : found->shallow_max,
             .min_cache_size = found->min,
             .sink_tokens = -1,
             .recent_window = -1,
+            .memory_slots = policy == &dt_policy_local_window ? WINDOW_SLOTS : 0,
         };
         (*out)->budgets[i] = dt_eviction_complete(&(*out)->requests[i]);
     }
@@ -258,6 +266,7 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
         if (status == DT_OK && spares_window(eviction, &budgets[i], eviction->windows[i])) {
             budgets[i] = (dt_budget){0};
         }
+        fit_slots(&budgets[i], eviction->windows[i]);
     }
     const int64_t least = dt_eviction_least_total(budgets, status == DT_OK ? eviction->n_layers : 0);
     if (eviction->total_cache_size > 0 && least > eviction->total_cache_size) {
@@ -284,11 +293,25 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
     return DT_OK;
 }
 
+dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_error *error) {
+    if (n < 0 || n > DT_MAX_MEMORY_SLOTS) {
+        return dt_fail(error, DT_ERR_CONFIG, "--memory-slots must be between 0 and %d, but is %d", DT_MAX_MEMORY_SLOTS, n);
+    }
+    for (int32_t i = 0; i < eviction->n_layers; i++) {
+        dt_budget *budget = &eviction->budgets[i];
+        eviction->requests[i].memory_slots = eviction->requests[i].policy != NULL ? n : 0;
+        budget->memory_slots = budget->policy != NULL ? n : 0;
+        fit_slots(budget, eviction->windows[i]);
+    }
+    return DT_OK;
+}
+
 /* ---- telling ---- */
 
 static bool same_budget(const dt_budget *a, const dt_budget *b) {
     return a->policy == b->policy && a->max_cache_size == b->max_cache_size && a->min_cache_size == b->min_cache_size &&
-           a->sink_tokens == b->sink_tokens && a->recent_window == b->recent_window && a->lane_max == b->lane_max;
+           a->sink_tokens == b->sink_tokens && a->recent_window == b->recent_window && a->lane_max == b->lane_max &&
+           a->memory_slots == b->memory_slots;
 }
 
 /* First layer after the run of equal layers that begins at `first`. */
@@ -321,8 +344,8 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
     if (window > 0) {
         snprintf(what, sizeof what, "  window %d%s", window, cuts_window(b, window) ? ", evicted from inside too" : "");
     }
-    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots 0%s%s\n", width, range,
-                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window,
+    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots %d%s%s\n", width, range,
+                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots,
                     b->policy->needs_peak ? "  score reconstruct" : "", what);
 }
 

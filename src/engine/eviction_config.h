@@ -14,6 +14,7 @@
 typedef struct dt_eviction_request {
     const dt_policy *policy; /* NULL: keeps everything */
     int32_t max_cache_size, min_cache_size, sink_tokens, recent_window;
+    int32_t memory_slots; /* 0 = none */
     const int32_t *lanes; /* [n_lanes] instead of max_cache_size, the settings' own; NULL = not given */
     int32_t n_lanes;
 } dt_eviction_request;

@@ -250,7 +250,7 @@ static dt_status read_score(const reader *r, int32_t field, const json_t *value)
 
 static dt_status read_field(const reader *r, int32_t field, const char *name, const json_t *value, int32_t at[N_FIELDS],
                             dt_eviction_request *request) {
-    int32_t which = 0, n_slots = 0;
+    int32_t which = 0;
     while (which < N_FIELDS && strcmp(field_names[which], name) != 0) {
         which++;
     }
@@ -270,9 +270,9 @@ static dt_status read_field(const reader *r, int32_t field, const char *name, co
     case RECENT:
         return read_number(r, field, name, value, 0, &request->recent_window);
     case SLOTS:
-        status = read_number(r, field, name, value, 0, &n_slots);
-        if (status == DT_OK && n_slots > 0) {
-            return fail_at(r, field, name, "memory slots are not supported by this version; give 0 or leave the field out");
+        status = read_number(r, field, name, value, 0, &request->memory_slots);
+        if (status == DT_OK && request->memory_slots > DT_MAX_MEMORY_SLOTS) {
+            return fail_at(r, field, name, "must be at most %d, but is %" PRId32, DT_MAX_MEMORY_SLOTS, request->memory_slots);
         }
         return status;
     case SCORE:

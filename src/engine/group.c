@@ -6,6 +6,7 @@
  */
 #include "engine/group.h"
 
+#include "engine/kv_plan.h"
 #include "engine/session.h"
 
 #include <stdlib.h>
@@ -38,7 +39,8 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
     if (p->n_threads < 0 || p->n_threads_batch < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the number of threads can't be negative");
     }
-    const dt_attn_kernel *kernel = dt_attn_kernel_find(p->kernel, error);
+    const bool is_ggml = dt_kernel_is_ggml(p->kernel), no_flash = is_ggml && strcmp(p->kernel, "ggml_matmul") == 0;
+    const dt_attn_kernel *kernel = dt_attn_kernel_find(is_ggml ? NULL : p->kernel, error);
     if (!kernel) {
         return DT_ERR_ARGUMENT;
     }
@@ -48,6 +50,8 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
     }
     g->model = model;
     g->kernel = kernel;
+    g->kernel_name = no_flash ? "ggml_matmul" : is_ggml ? "ggml" : kernel->name;
+    g->one_by_one = is_ggml || model->decoder->n_devices > 1;
     g->is_private = is_private;
     g->n_threads = p->n_threads > 0 ? p->n_threads : dt_physical_cores();
     g->n_threads_batch = p->n_threads_batch > 0 ? p->n_threads_batch : g->n_threads;
@@ -55,6 +59,7 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
     dt_memory_init(&g->kv_memory);
     g->kv_memory.limit = (size_t)DT_MIN(p->kv_memory, (uint64_t)SIZE_MAX);
     const dt_graph_params graph_params = {.kernel = kernel,
+                                          .no_flash = no_flash,
                                           .n_threads = g->n_threads,
                                           .n_threads_batch = g->n_threads_batch,
                                           .should_abort = should_abort,
@@ -120,7 +125,8 @@ bool dt_session_choose_observed(dt_session *s, int32_t n, int64_t n_follow) {
     bool any = false;
     const bool late = s->streams || n_follow < OBSERVE_AHEAD;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && dt_session_observes(s, i, n + n_follow);
+        s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && !dt_kv_layer(s->kv, i)->format.elsewhere &&
+                              dt_session_observes(s, i, n + n_follow);
         any = any || s->observe_layer[i];
     }
     return any;
@@ -198,13 +204,17 @@ static dt_status begin(dt_part *part, dt_sequence *sequence) {
                               .n_outputs = part->n_outputs,
                               .observe_layer = dt_session_choose_observed(s, part->n, part->n_follow) ? s->observe_layer : NULL,
                               .n_observed = DT_MIN(part->n, DT_OBSERVE_WINDOW)};
-    return dt_session_grow(s, part->n, part->error);
+    status = dt_graph_settle(s->group->graph, s->kv, part->error);
+    return status == DT_OK ? dt_session_grow(s, part->n, part->error) : status;
 }
 
 /* Takes the computed tokens into the session. */
 static dt_status finish(dt_part *part) {
     dt_session *s = part->session;
     memcpy(s->tokens + s->n_tokens, part->tokens, (size_t)part->n * sizeof *part->tokens);
+    for (int32_t i = DT_MAX(part->n - DT_OBSERVE_WINDOW, 0); i < part->n; i++) {
+        dt_session_note_weight(s, s->n_tokens + i, part->weight);
+    }
     s->n_tokens += part->n;
     const dt_status slid = dt_session_slide(s, part->error);
     const size_t last = (size_t)(part->n_outputs - 1) * (size_t)s->model->info.n_vocab;
@@ -231,7 +241,7 @@ static void fail_part(dt_part *part, dt_status status, const dt_error *why) {
     }
 }
 
-void dt_group_compute(dt_group *g, dt_part *parts, int32_t n_parts) {
+static void compute_parts(dt_group *g, dt_part *parts, int32_t n_parts) {
     dt_error error = {0};
     dt_status status = reserve(g, (size_t)n_parts, &error);
     int32_t n = 0;
@@ -266,8 +276,18 @@ void dt_group_compute(dt_group *g, dt_part *parts, int32_t n_parts) {
     }
 }
 
+void dt_group_compute(dt_group *g, dt_part *parts, int32_t n_parts) {
+    const int32_t at_once = g->one_by_one ? 1 : DT_MAX(n_parts, 1);
+    for (int32_t i = 0; i < n_parts; i += at_once) {
+        compute_parts(g, parts + i, DT_MIN(at_once, n_parts - i));
+    }
+}
+
 dt_status dt_group_compute_one(dt_session *s, dt_sequence *sequence, const float **logits, dt_error *error) {
     dt_status status = check_tokens(s, sequence->tokens, sequence->n, error);
+    if (status == DT_OK) {
+        status = dt_graph_settle(s->group->graph, s->kv, error);
+    }
     if (status == DT_OK) {
         status = dt_session_grow(s, sequence->n, error);
     }

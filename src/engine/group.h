@@ -26,6 +26,8 @@ typedef struct dt_part {
 struct dt_group {
     const dt_model *model;
     const dt_attn_kernel *kernel;
+    const char *kernel_name; /* its, or the one that is ggml's operators */
+    bool one_by_one;         /* caches are elsewhere: each sequence is a batch of its own */
     int32_t n_threads, n_threads_batch;
     bool is_private;
     dt_memory kv_memory; /* counts the caches of all sessions of a shared group */
@@ -44,7 +46,7 @@ struct dt_group {
 /* A group for `session` alone, with params' threads and kernel. */
 dt_status dt_group_new_private(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error);
 
-/* Appends every part to its session, in one batch, and folds the attention that was observed into scores. Does not evict. A part that
+/* Appends every part to its session, in one batch where it can, and folds the attention that was observed into scores. Does not evict. A part that
  * can't be computed doesn't disturb the others; each one's status tells. */
 void dt_group_compute(dt_group *group, dt_part *parts, int32_t n_parts);
 

@@ -10,17 +10,27 @@
 #include "engine/session.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define LEAST_CHUNK 32
 #define BUDGET_STEPS 256 /* budgets between the least and the full one that are tried */
 #define MIB 1048576.0
 
+/* A layer's cache is elsewhere where the layer is, or where ggml's operators were asked for. */
+static bool is_elsewhere(const dt_model *model, const dt_session_params *params, int32_t layer) {
+    return model->decoder->layer_device[layer] > 0 || dt_kernel_is_ggml(params->kernel);
+}
+
+bool dt_kernel_is_ggml(const char *kernel) {
+    return kernel != NULL && (strcmp(kernel, "ggml") == 0 || strcmp(kernel, "ggml_matmul") == 0);
+}
+
 dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_params *params, const dt_budget *budgets) {
     const dt_hparams *hp = &model->decoder->hp;
     dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
-    bool may_move = true, evicts = false; /* past the context: every layer evicts or has a window */
+    bool may_move = true, evicts = false; /* past the context: every layer evicts or has a window, on the host */
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        may_move = may_move && (budgets[i].policy != NULL || hp->window[i] > 0);
+        may_move = may_move && !is_elsewhere(model, params, i) && (budgets[i].policy != NULL || hp->window[i] > 0);
         evicts = evicts || budgets[i].policy != NULL;
     }
     for (int32_t i = 0; layers && i < hp->n_layers; i++) {
@@ -35,6 +45,9 @@ dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_pa
         };
         dt_kv_format_init(&layers[i].format, params->kv_type, params->kv_type, hp->head_dim_k, hp->head_dim_v,
                           params->kv_block_tokens);
+        if (is_elsewhere(model, params, i)) {
+            dt_kv_format_move_elsewhere(&layers[i].format);
+        }
     }
     return layers;
 }
@@ -70,7 +83,7 @@ static void measure_lanes(plan *p, bool evicts) {
         const dt_budget *b = &p->budgets[i];
         const int64_t max = p->total > 0 ? p->total / n_sharing + p->params->kv_block_tokens : b->max_cache_size;
         const int64_t budget = b->policy && bounded ? DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch : n;
-        p->longest[i] = (int32_t)DT_MIN(budget, (int64_t)n) + repeated;
+        p->longest[i] = (int32_t)DT_MIN(DT_MIN(budget, (int64_t)n) + repeated + b->memory_slots, (int64_t)INT32_MAX);
     }
 }
 
@@ -82,7 +95,8 @@ static uint64_t weigh(plan *p, bool evicts) {
         return 0;
     }
     measure_lanes(p, evicts);
-    p->bytes = dt_kv_bytes_bound(layers, p->model->info.n_layers, p->longest, p->total);
+    p->bytes = dt_kv_bytes_bound(layers, p->model->info.n_layers, p->longest, p->total) +
+               dt_device_cache_bytes_bound(p->model->decoder, layers, p->longest);
     free(layers);
     return p->bytes;
 }
@@ -165,7 +179,9 @@ static void log_budgets(const plan *p) {
 
 static void log_plan(const plan *p, const dt_session_params *asked, uint64_t full_bytes) {
     const double most = (double)DT_MIN(p->bytes, p->params->kv_memory > 0 ? p->params->kv_memory : UINT64_MAX) / MIB;
-    dt_log(DT_LOG_INFO, "KV memory: %d tokens with nothing evicted would take %.1f MiB, this run takes at most %.1f MiB",
+    const bool of_many = p->params->group != NULL && p->params->kv_memory == 0; /* a line for each would hide the others */
+    dt_log(of_many ? DT_LOG_DEBUG : DT_LOG_INFO,
+           "KV memory: %d tokens with nothing evicted would take %.1f MiB, this run takes at most %.1f MiB",
            expected_tokens(p->params), (double)full_bytes / MIB, most);
     if (p->params->prefill != asked->prefill) {
         dt_log(DT_LOG_INFO, "KV memory: prefill streaming instead of full");

@@ -6,6 +6,8 @@
 
 #include "engine/engine.h"
 
+/* True for the kernels that are ggml's operators. */
+bool dt_kernel_is_ggml(const char *kernel);
 /* What dt_kv_new takes, for these settings and budgets[n_layers]. Free with free(); NULL when out of memory. */
 dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_params *params, const dt_budget *budgets);
 /* Fits kv_type, prefill, n_batch of *params, budgets[n_layers] and a shared total (0 = none) into params->kv_memory (0: changes nothing), and logs what the

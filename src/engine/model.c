@@ -46,6 +46,7 @@ static dt_status fill_info(dt_model *model, dt_error *error) {
     info->n_params = dt_weights_n_params(model->decoder->weights);
     info->weight_bytes = dt_weights_bytes(model->decoder->weights);
     info->step_weight_bytes = dt_decoder_step_bytes(model->decoder);
+    info->device = model->decoder->device_text;
     info->has_tokenizer = model->vocab != NULL;
     info->has_chat_template = model->vocab && dt_vocab_has_chat_template(model->vocab);
     return status;

@@ -49,12 +49,15 @@ static dt_status join_group(dt_session *s, dt_error *error) {
     dt_session_params *p = &s->params;
     if (!p->group) {
         const dt_group_params own = {.n_threads = p->n_threads, .n_threads_batch = p->n_threads_batch, .kernel = p->kernel};
-        return dt_group_new_private(s->model, &own, &s->group, error);
+        const dt_status status = dt_group_new_private(s->model, &own, &s->group, error);
+        p->kernel = status == DT_OK ? s->group->kernel_name : NULL;
+        return status;
     }
     if (p->group->model != s->model) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the group is of another model than the session");
     }
     s->group = p->group;
+    p->kernel = s->group->kernel_name;
     s->group->n_sessions++;
     return DT_OK;
 }
@@ -70,7 +73,8 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
     bool repeats = false;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         const dt_budget *b = &budgets[i];
-        const int64_t window = s->model->info.windows[i], max = b->policy != NULL ? b->max_cache_size : INT32_MAX;
+        const int64_t window = s->model->info.windows[i],
+                      max = b->policy != NULL ? (int64_t)b->max_cache_size + b->memory_slots : INT32_MAX;
         const int64_t seen = window > 0 ? window + (b->policy != NULL ? b->sink_tokens : 0) : INT32_MAX;
         kept = DT_MAX(kept, DT_MIN(seen, max));
         repeats = repeats || (b->policy != NULL && b->policy->needs_peak);
@@ -93,7 +97,16 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     if (!layers) {
         return dt_fail_memory(error, (size_t)s->model->info.n_layers * sizeof *layers, "the cache");
     }
-    const dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
+    dt_status status = dt_kv_new(&s->kv_memory->memory, layers, s->model->info.n_layers, &s->kv, error);
+    bool any_elsewhere = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any_elsewhere = any_elsewhere || layers[i].format.elsewhere;
+    }
+    if (status == DT_OK && any_elsewhere) {
+        dt_kv_home *home = NULL;
+        status = dt_device_cache_new(s->model->decoder, &s->kv_memory->memory, layers, &home, error);
+        dt_kv_set_home(s->kv, home);
+    }
     free(layers);
     return status;
 }
@@ -342,9 +355,46 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
     return status;
 }
 
+static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
+
+/* Where a cache is elsewhere, attention is told once, before a round: by the newest queries since the last one. */
+static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || !dt_kv_exceeds(s->kv, i, 0)) {
+            continue;
+        }
+        dt_observed observed;
+        const dt_status status = dt_graph_observe(s->group->graph, s->kv, i, s->n_tokens, &observed, error);
+        if (status != DT_OK) {
+            return status;
+        }
+        float weight = 0;
+        for (int32_t q = 0; q < observed.n_queries; q++) {
+            weight += s->query_weights[(s->n_tokens - 1 - q) % DT_OBSERVE_WINDOW] / (float)observed.n_queries;
+        }
+        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            const size_t at = (size_t)lane * observed.stride;
+            for (int32_t e = 0; e < view.n_entries; e++) { /* a model that overflowed must not break the cache's own sums */
+                view.value_norm[e] = dt_is_finite(observed.norms[at + (size_t)e]) ? observed.norms[at + (size_t)e] : 0;
+            }
+            dt_mass_fold(view.recent_mass, view.total_mass, observed.mass + at, view.n_entries, observed.n_queries, weight);
+        }
+    }
+    return DT_OK;
+}
+
+void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
+    s->query_weights[position % DT_OBSERVE_WINDOW] = weight;
+}
+
 dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
+    if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
+        status = observe_elsewhere(s, error);
+    }
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         do {
             dt_round_result result;
@@ -426,6 +476,9 @@ static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities)
 dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilities, dt_error *error) {
     const int64_t start = dt_clock_us();
     fold_kept(s, n_keep, probabilities);
+    for (int32_t i = 0; i < n_keep; i++) {
+        dt_session_note_weight(s, s->n_tokens + i, dt_query_weight(probabilities[i]));
+    }
     dt_kv_commit(s->kv, n_keep);
     s->n_tokens += n_keep;
     s->stats.draft_proposed += s->n_draft - 1;
@@ -462,6 +515,7 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
     s->n_tokens = from->n_tokens;
     s->whole_from = from->whole_from;
     s->peaks_until = from->peaks_until;
+    memcpy(s->query_weights, from->query_weights, sizeof s->query_weights);
     return DT_OK;
 }
 
@@ -469,7 +523,7 @@ dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, d
     dt_session_params params = from->params;
     params.eviction = eviction;
     params.evict = mode;
-    params.kernel = from->group->kernel->name; /* the caller's text may be gone */
+    params.kernel = from->group->kernel_name; /* the caller's text may be gone */
     dt_session *s = NULL;
     dt_status status = session_new(from->model, &params, from, &s, error);
     if (status == DT_OK) {
@@ -698,11 +752,16 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)(n > s->params.n_ctx ? s->chunk : s->params.n_batch));
         status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
+            status = dt_graph_settle(s->group->graph, s->kv, error);
+        }
+        if (status == DT_OK) {
             status = dt_session_grow(s, chunk, error);
         }
         for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
-            for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {
-                dt_kv_fill_uncommitted(s->kv, i, lane, dt_session_next_position(s), &state);
+            for (int32_t lane = 0; status == DT_OK && lane < info->n_kv_heads[i]; lane++) {
+                if (!dt_kv_fill_uncommitted(s->kv, i, lane, dt_session_next_position(s), &state)) {
+                    status = dt_fail(error, DT_ERR_MEMORY, "the device does not take %d random tokens", chunk);
+                }
             }
         }
         if (status == DT_OK) {
@@ -746,7 +805,7 @@ static uint64_t step_bytes(const dt_session *s) {
 
 void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     *out = session->stats;
-    out->kernel = session->group->kernel->name;
+    out->kernel = session->group->kernel_name;
     out->n_tokens = session->n_tokens;
     out->n_ctx = session->max_tokens;
     out->n_threads = session->group->n_threads;
@@ -769,11 +828,18 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
     if (status != DT_OK) {
         return status;
     }
-    const dt_budget *budget = &dt_kv_layer(session->kv, layer)->budget;
-    *out = (dt_layer_stats){.policy = budget->policy ? budget->policy->name : "none",
-                            .max_cache_size = budget->max_cache_size,
-                            .length = dt_kv_length(session->kv, layer),
-                            .mean_length = dt_kv_mean_length(session->kv, layer)};
+    const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
+    *out = (dt_layer_stats){.policy = params->budget.policy ? params->budget.policy->name : "none",
+                            .max_cache_size = params->budget.max_cache_size};
+    int64_t n_tokens = 0;
+    for (int32_t lane = 0; lane < params->n_lanes; lane++) {
+        dt_kv_lane_view view;
+        dt_kv_lane(session->kv, layer, lane, &view);
+        out->length = DT_MAX(out->length, view.n_entries - view.n_slots);
+        out->slots_used = DT_MAX(out->slots_used, view.n_slots);
+        n_tokens += view.n_entries - view.n_slots;
+    }
+    out->mean_length = (double)n_tokens / params->n_lanes;
     return DT_OK;
 }
 
@@ -809,14 +875,17 @@ static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_
         return dt_fail_memory(error, n * (sizeof *entries + sizeof *positions), "the positions");
     }
     dt_kv_origins(session->kv, layer, kv_head, positions);
+    size_t n_tokens = 0;
     for (size_t i = 0; i < n; i++) {
-        entries[i] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
+        if (!dt_is_slot(positions[i])) {
+            entries[n_tokens++] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
+        }
     }
     free(positions);
-    qsort(entries, n, sizeof *entries, compare_entries);
+    qsort(entries, n_tokens, sizeof *entries, compare_entries);
     *out_observed = view.recent_mass != NULL;
     *out = entries;
-    *out_n = n;
+    *out_n = n_tokens;
     return DT_OK;
 }
 

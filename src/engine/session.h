@@ -47,7 +47,9 @@ struct dt_session {
     uint64_t kv_most; /* what the cache was said to take at most */
     void *note;       /* the application's, saved with the session */
     size_t note_bytes;
-    bool *observe_layer;       /* [L] */
+    bool *observe_layer; /* [L] */
+    float query_weights
+        [DT_OBSERVE_WINDOW];   /* of the last queries, by position, for caches that are elsewhere; 1 for what is unknown */
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
@@ -102,6 +104,10 @@ void dt_snapshots_drop(dt_session *session, int32_t n_tokens);
 bool dt_snapshot_restore(dt_session *session, int32_t n_tokens);
 /* Whether there is one of exactly n_tokens. */
 bool dt_snapshot_at(const dt_session *session, int32_t n_tokens);
+/* Remembers what the query at a position counts for in scores. */
+void dt_session_note_weight(dt_session *session, int32_t position, float weight);
+/* Whether the cache has the form that files have. */
+dt_status dt_session_check_plain(const dt_session *session, dt_error *error);
 
 /* ---- drafts: several tokens computed at once, of which some may be taken back ----
  * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session

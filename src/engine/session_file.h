@@ -11,7 +11,8 @@
 #include <stdint.h>
 
 #define DT_SESSION_MAGIC "DTSESS\r\n" /* 8 bytes; a transfer as text would break it */
-#define DT_SESSION_VERSION 2u
+#define DT_SESSION_VERSION 3u         /* what is written */
+#define DT_SESSION_VERSION_READ 1u    /* the oldest that is read: it has no memory slots; version 2 no shift and origins */
 
 typedef struct dt_session_header {
     char magic[8];
@@ -21,11 +22,11 @@ typedef struct dt_session_header {
     uint32_t n_tokens, whole_from;
     int32_t newest_dropped;   /* -1 = none */
     uint32_t peaks_until;     /* tokens before that have been repeated (score reconstruct) */
-    uint32_t shift, reserved; /* positions count from there: the next token's is n_tokens - shift. reserved 0 */
-    char model_name[40];      /* for messages, zero-padded, perhaps cut */
+    char model_name[32];      /* for messages, zero-padded, perhaps cut; before version 3, 40 bytes */
+    uint32_t shift, reserved; /* positions count from there: the next token's is n_tokens - shift; reserved 0 */
     uint64_t checksum;        /* of all before it */
 } dt_session_header;
-_Static_assert(sizeof(dt_session_header) == 128, "no padding");
+_Static_assert(sizeof(dt_session_header) == 120, "no padding");
 
 typedef struct dt_session_section {
     char tag[4];

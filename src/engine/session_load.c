@@ -66,14 +66,17 @@ static dt_status read_header(reader *r) {
         return cut_short(r, sizeof *h);
     }
     memcpy(h, r->bytes, sizeof *h);
-    if (h->version != DT_SESSION_VERSION) {
+    if (h->version < DT_SESSION_VERSION_READ || h->version > DT_SESSION_VERSION) {
         return dt_fail(r->error, DT_ERR_ARGUMENT,
-                       "%s has version %u of the session format, and this program reads version %u; "
+                       "%s has version %u of the session format, and this program reads versions %u to %u; "
                        "delete it to start anew",
-                       r->path, h->version, DT_SESSION_VERSION);
+                       r->path, h->version, DT_SESSION_VERSION_READ, DT_SESSION_VERSION);
     }
     if (h->checksum != dt_hash_of(h, offsetof(dt_session_header, checksum)) || h->header_bytes != sizeof *h) {
         return damaged(r, "the header's checksum does not fit");
+    }
+    if (h->version < 3) {
+        h->shift = h->reserved = 0; /* the name was longer */
     }
     if (r->n_bytes < h->file_bytes) {
         return cut_short(r, h->file_bytes);
@@ -384,7 +387,10 @@ static dt_status map_file(reader *r, dt_error *error) {
 dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error) {
     reader r = {.session = session, .path = path, .error = error};
     loaded l = {0};
-    dt_status status = map_file(&r, error);
+    dt_status status = dt_session_check_plain(session, error);
+    if (status == DT_OK) {
+        status = map_file(&r, error);
+    }
     if (status != DT_OK) {
         return status;
     }

@@ -88,7 +88,10 @@ static void put_lane(writer *w, const dt_kv *kv, int32_t layer, int32_t lane, vo
         const size_t bytes = dt_kv_column_bytes(format, (dt_kv_column)c);
         for (int32_t i = 0; bytes > 0 && has_column(&view, (dt_kv_column)c) && i < view.n_entries; i += CHUNK_ENTRIES) {
             const int32_t n = DT_MIN(view.n_entries - i, CHUNK_ENTRIES);
-            dt_kv_get_column(kv, layer, lane, (dt_kv_column)c, i, n, buffer);
+            if (w->status == DT_OK && !dt_kv_get_column(kv, layer, lane, (dt_kv_column)c, i, n, buffer)) {
+                w->status =
+                    dt_fail(w->error, DT_ERR_COMPUTE, "the device did not give back the keys and values of layer %d", layer);
+            }
             put(w, buffer, (size_t)n * bytes);
         }
     }
@@ -144,7 +147,19 @@ static void put_all(writer *w, const dt_session *s, const dt_sampler *sampler, v
     }
 }
 
+/* A file has a scale per entry, a device one per 32 numbers. */
+dt_status dt_session_check_plain(const dt_session *session, dt_error *error) {
+    return dt_kv_has_plain(session->kv)
+               ? DT_OK
+               : dt_fail(error, DT_ERR_UNSUPPORTED,
+                         "a session whose INT8 cache is on a device can't be saved or loaded; use --kv-type f16");
+}
+
 dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, const char *path, dt_error *error) {
+    const dt_status plain = dt_session_check_plain(session, error);
+    if (plain != DT_OK) {
+        return plain;
+    }
     const dt_kv_format *format = &dt_kv_layer(session->kv, 0)->format;
     const size_t row_bytes = DT_MAX(dt_kv_column_bytes(format, DT_KV_KEYS), dt_kv_column_bytes(format, DT_KV_VALUES));
     void *buffer = malloc(CHUNK_ENTRIES * DT_MAX(row_bytes, sizeof(float)));
@@ -169,6 +184,10 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
     if (session == NULL) {
         return dt_replace_check(path, 0, error);
     }
+    const dt_status plain = dt_session_check_plain(session, error);
+    if (plain != DT_OK) {
+        return plain;
+    }
     const dt_model_info *info = &session->model->info;
     uint64_t bytes = sizeof(dt_session_header) + (uint64_t)n_tokens * sizeof(int32_t) + (uint64_t)info->n_vocab * sizeof(float);
     for (int32_t layer = 0; layer < info->n_layers; layer++) {
@@ -179,11 +198,13 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
             const bool unneeded = (optional && !dt_kv_layer_needs_mass(session->kv, layer)) ||
                                   (c == DT_KV_PEAK_MASS && !dt_kv_layer_needs_peak(session->kv, layer)) ||
                                   (c == DT_KV_ORIGINS && !params->keeps_origins);
-            if (c != DT_KV_BIAS && !unneeded) {
+            if ((c != DT_KV_BIAS || params->budget.memory_slots > 0) && !unneeded) {
                 entry_bytes += dt_kv_column_bytes(&params->format, (dt_kv_column)c);
             }
         }
-        n = params->budget.policy != NULL ? DT_MIN(n, (uint64_t)params->budget.max_cache_size) : n;
+        n = params->budget.policy != NULL
+                ? DT_MIN(n, (uint64_t)params->budget.max_cache_size + (uint64_t)params->budget.memory_slots)
+                : n;
         bytes += (uint64_t)params->n_lanes * (n * entry_bytes + sizeof(dt_session_section) + 16);
     }
     return dt_replace_check(path, bytes, error);

@@ -55,13 +55,13 @@ void dt_snapshots_drop(dt_session *s, int32_t n_tokens) {
 
 /* Is there anything that a later step could take away? */
 static bool may_lose(const dt_session *s) {
+    bool loses = false, elsewhere = false; /* a device's cache would be copied whole */
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         const dt_kv_layer_params *layer = dt_kv_layer(s->kv, i);
-        if (layer->budget.policy != NULL || layer->window > 0) {
-            return true;
-        }
+        loses = loses || layer->budget.policy != NULL || layer->window > 0;
+        elsewhere = elsewhere || layer->format.elsewhere;
     }
-    return false;
+    return loses && !elsewhere;
 }
 
 void dt_snapshot_take(dt_session *s) {

@@ -10,12 +10,13 @@
 #include <string.h>
 
 #define LAYER_REQUESTS 24
-#define MODEL_REQUESTS 5
+#define MODEL_REQUESTS (4 + DT_MAX_DEVICES)
 
 typedef struct request_list {
     const dt_gguf *gguf;
     dt_weight_request *items;
     int32_t n;
+    ggml_backend_dev_t device; /* of what is asked for now; NULL: the CPU */
 } request_list;
 
 static void name_tensor(int32_t layer, const char *name, char *out, size_t capacity) {
@@ -44,6 +45,7 @@ static dt_weight_request *ask(request_list *list, int32_t layer, const char *nam
     r->ne[1] = DT_MAX(ne1, 1);
     r->ne[2] = DT_MAX(ne2, 1);
     r->required = required;
+    r->device = list->device;
     r->out = out;
     return r;
 }
@@ -117,10 +119,37 @@ static void ask_model(request_list *list, dt_decoder *d) {
     const dt_hparams *hp = &d->hp;
     const bool tied = !has_tensor(list, -1, "output.weight");
     ask(list, -1, "token_embd.weight", DT_USE_ROWS, hp->n_embd, hp->n_vocab, 0, true, &d->token_embedding);
+    list->device = d->head_device > 0 ? d->devices[d->head_device] : NULL;
     ask_vector(list, -1, "output_norm.weight", hp->n_embd, true, &d->output_norm);
     ask_matrix(list, -1, tied ? "token_embd.weight" : "output.weight", hp->n_embd, hp->n_vocab, &d->output);
     ask_vector(list, -1, "output.bias", hp->n_vocab, false, &d->output_bias);
-    ask_vector(list, -1, "rope_freqs.weight", hp->rope_dim / 2, false, &d->rope_factors);
+    for (int32_t i = 0; i < d->n_devices; i++) {
+        list->device = i > 0 ? d->devices[i] : NULL;
+        ask_vector(list, -1, "rope_freqs.weight", hp->rope_dim / 2, false, &d->rope_factors[i]);
+    }
+}
+
+/* The first so many layers go to the devices, each taking about as many; what comes after the layers goes along where all do. */
+static dt_status share_layers(dt_decoder *d, const dt_model_params *params, dt_error *error) {
+    const int32_t n_layers = d->hp.n_layers;
+    const dt_status status = dt_devices_find(params->device, &d->devices[1], DT_MAX_DEVICES - 1, &d->n_devices, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    const int32_t n = d->n_devices, wanted = params->n_device_layers > 0 ? params->n_device_layers : INT32_MAX;
+    const int32_t n_given = n > 0 ? DT_MIN(wanted, n_layers) : 0;
+    snprintf(d->device_text, sizeof d->device_text, "cpu");
+    for (int32_t i = 0, at = 0; i < n; i++) {
+        const int32_t first = (int32_t)((int64_t)n_given * i / n), end = (int32_t)((int64_t)n_given * (i + 1) / n);
+        memset(d->layer_device + first, 1 + i, (size_t)(end - first));
+        if (end > first && at < (int32_t)sizeof d->device_text) {
+            at += snprintf(d->device_text + at, sizeof d->device_text - (size_t)at, "%s%s (layers %d-%d)", at > 0 ? ", " : "",
+                           dt_device_name(d->devices[1 + i]), first, end - 1);
+        }
+    }
+    d->head_device = n_given == n_layers && wanted > n_layers ? n : 0;
+    d->n_devices = 1 + n;
+    return DT_OK;
 }
 
 /* What one token reads of a matrix. */
@@ -143,11 +172,15 @@ static dt_status compute_rope(dt_decoder *d, dt_error *error) {
         free(factors);
         return dt_fail_memory(error, n * sizeof *d->rope_frequencies, "the model");
     }
-    if (d->rope_factors) {
-        ggml_backend_tensor_get(d->rope_factors, factors, 0, n_pairs * sizeof *factors);
+    struct ggml_tensor *given = NULL; /* the same on every device */
+    for (int32_t i = 0; i < DT_MAX_DEVICES; i++) {
+        given = d->rope_factors[i] ? d->rope_factors[i] : given;
+    }
+    if (given) {
+        ggml_backend_tensor_get(given, factors, 0, n_pairs * sizeof *factors);
     }
     for (int32_t i = 0; i < d->hp.n_layers; i++) {
-        dt_rope_frequencies(&d->hp, i, d->rope_factors ? factors : NULL, d->rope_frequencies + (size_t)i * n_pairs);
+        dt_rope_frequencies(&d->hp, i, given ? factors : NULL, d->rope_frequencies + (size_t)i * n_pairs);
     }
     free(factors);
     return DT_OK;
@@ -163,22 +196,27 @@ dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt
     if (status == DT_OK) {
         const size_t n_layers = (size_t)d->hp.n_layers;
         d->layers = calloc(n_layers, sizeof *d->layers);
+        d->layer_device = calloc(n_layers, sizeof *d->layer_device);
         list.items = calloc(n_layers * LAYER_REQUESTS + MODEL_REQUESTS, sizeof *list.items);
-        d->device = dt_ggml_cpu_device();
-        if (!d->layers || !list.items) {
+        d->devices[0] = dt_ggml_cpu_device();
+        if (!d->layers || !d->layer_device || !list.items) {
             status = dt_fail_memory(error, n_layers * LAYER_REQUESTS * sizeof *list.items, "the list of tensors");
-        } else if (!d->device) {
+        } else if (!d->devices[0]) {
             status = dt_fail(error, DT_ERR_UNSUPPORTED,
                              "ggml's CPU backend does not start: memory ran out, or ggml was built without it (GGML_CPU=ON)");
         }
     }
     if (status == DT_OK) {
+        status = share_layers(d, params, error);
+    }
+    if (status == DT_OK) {
         ask_model(&list, d);
         for (int32_t i = 0; i < d->hp.n_layers; i++) {
+            list.device = d->layer_device[i] > 0 ? d->devices[d->layer_device[i]] : NULL;
             ask_attention(&list, &d->hp, i, &d->layers[i]);
             ask_feed_forward(&list, &d->hp, i, &d->layers[i]);
         }
-        status = dt_weights_load(gguf, d->device, params, list.items, list.n, &d->weights, error);
+        status = dt_weights_load(gguf, d->devices[0], params, list.items, list.n, &d->weights, error);
     }
     if (status == DT_OK) {
         status = compute_rope(d, error);
@@ -202,6 +240,7 @@ void dt_decoder_free(dt_decoder *decoder) {
     dt_weights_free(decoder->weights);
     free(decoder->layers);
     free(decoder->rope_frequencies);
+    free(decoder->layer_device);
     free(decoder);
 }
 

@@ -6,6 +6,7 @@
 #define DT_GRAPH_DECODER_H
 
 #include "graph/arch.h"
+#include "graph/devices.h"
 
 /* The second operand of a matrix product: ggml's, or packed for our own kernels. */
 typedef struct dt_matrix {
@@ -31,19 +32,23 @@ typedef struct dt_layer_weights {
 
 typedef struct dt_decoder {
     dt_hparams hp;
-    ggml_backend_dev_t device;
+    ggml_backend_dev_t devices[DT_MAX_DEVICES]; /* [0] is the CPU, with our own kernels; the others run plain ggml operators */
+    int32_t n_devices;
+    uint8_t *layer_device; /* [L] index into devices */
+    int32_t head_device;   /* of output_norm and output; the embedding is always the CPU's */
+    char device_text[128]; /* for logs: "cpu", "CUDA0 (layers 0-15)" */
     dt_weights *weights;
-    struct ggml_tensor *token_embedding; /* [E, V], in the file's layout, for get_rows */
-    struct ggml_tensor *output_norm;     /* [E] */
-    dt_matrix output;                    /* [E, V] */
-    struct ggml_tensor *output_bias;     /* [V] or NULL */
-    struct ggml_tensor *rope_factors;    /* [rope_dim/2] or NULL */
-    dt_layer_weights *layers;            /* [L] */
-    double *rope_frequencies;            /* [L][rope_dim/2] radians per position; 0 in layers that are not rotated */
+    struct ggml_tensor *token_embedding;              /* [E, V], in the file's layout, for get_rows */
+    struct ggml_tensor *output_norm;                  /* [E] */
+    dt_matrix output;                                 /* [E, V] */
+    struct ggml_tensor *output_bias;                  /* [V] or NULL */
+    struct ggml_tensor *rope_factors[DT_MAX_DEVICES]; /* [rope_dim/2] or NULL */
+    dt_layer_weights *layers;                         /* [L] */
+    double *rope_frequencies;                         /* [L][rope_dim/2] radians per position; 0 in layers that are not rotated */
     uint64_t step_bytes;
 } dt_decoder;
 
-/* Reads hyperparameters, then loads the weights onto the CPU device. */
+/* Reads hyperparameters, shares the layers out between the devices asked for, then loads the weights there. */
 dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt_decoder **out, dt_error *error);
 void dt_decoder_free(dt_decoder *decoder);
 /* How far ggml's rotation turns each pair of a layer's dimensions per position: out[rope_dim/2]. factors[rope_dim/2] or NULL. */

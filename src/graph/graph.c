@@ -30,7 +30,7 @@ struct dt_graph {
     const dt_decoder *decoder;
     dt_memory *memory;
     dt_graph_params params;
-    ggml_backend_t backend;
+    ggml_backend_t backends[DT_MAX_DEVICES]; /* by device; [0] is the CPU */
     struct ggml_threadpool *threadpool;
     ggml_backend_set_n_threads_t set_n_threads;
     void (*free_threadpool)(struct ggml_threadpool *);
@@ -49,6 +49,7 @@ struct dt_graph {
     growing_buffer mass;           /* of each sequence: [lanes of observed layers][rows][stride] */
     growing_buffer mass_rows;      /* int32 [N]: 0 or more for observed queries, -1 else */
     growing_buffer index;          /* int32 [N]: positions of the batch */
+    growing_buffer logits;         /* float [n_outputs][V], where a device has computed them */
     struct ggml_context *work_ctx; /* of a graph of one node, which calls work */
     struct ggml_cgraph *work_graph;
     void (*work)(void *user, int ith, int nth);
@@ -86,7 +87,7 @@ static bool abort_callback(void *user) {
 
 /* Everything CPU-specific goes through the registry, so that the backend may be a library loaded at run time. */
 static dt_status open_backend(dt_graph *g, dt_error *error) {
-    ggml_backend_dev_t device = g->decoder->device;
+    ggml_backend_dev_t device = g->decoder->devices[0];
     ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(device);
     typedef struct ggml_threadpool *(*threadpool_new_fn)(struct ggml_threadpool_params *);
     typedef void (*set_threadpool_fn)(ggml_backend_t, struct ggml_threadpool *);
@@ -101,8 +102,8 @@ static dt_status open_backend(dt_graph *g, dt_error *error) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
                        "ggml's CPU backend lacks a function DeepTutor needs; build against the version in deps/README.md");
     }
-    g->backend = dt_ggml_new_backend(device);
-    if (!g->backend) {
+    g->backends[0] = dt_ggml_new_backend(device);
+    if (!g->backends[0]) {
         return dt_fail(error, DT_ERR_COMPUTE, "ggml's CPU backend does not start");
     }
     struct ggml_threadpool_params params = ggml_threadpool_params_default(DT_MAX(g->params.n_threads, g->params.n_threads_batch));
@@ -110,8 +111,19 @@ static dt_status open_backend(dt_graph *g, dt_error *error) {
     if (!g->threadpool) {
         return dt_fail(error, DT_ERR_COMPUTE, "the threads for computing can't be started; use fewer with -t");
     }
-    set_threadpool(g->backend, g->threadpool);
-    set_abort(g->backend, abort_callback, g);
+    set_threadpool(g->backends[0], g->threadpool);
+    set_abort(g->backends[0], abort_callback, g);
+    return DT_OK;
+}
+
+static dt_status open_devices(dt_graph *g, dt_error *error) {
+    for (int32_t i = 1; i < g->decoder->n_devices; i++) {
+        ggml_backend_dev_t device = g->decoder->devices[i];
+        g->backends[i] = device == g->decoder->devices[0] ? g->backends[0] : dt_ggml_new_backend(device);
+        if (!g->backends[i]) {
+            return dt_fail(error, DT_ERR_COMPUTE, "the device %s does not start", dt_device_name(device));
+        }
+    }
     return DT_OK;
 }
 
@@ -159,6 +171,9 @@ dt_status dt_graph_new(const dt_decoder *decoder, dt_memory *memory, const dt_gr
     g->params = *params;
     dt_status status = open_backend(g, error);
     if (status == DT_OK) {
+        status = open_devices(g, error);
+    }
+    if (status == DT_OK) {
         status = allocate_ops(g, error);
     }
     if (status == DT_OK) {
@@ -180,8 +195,10 @@ void dt_graph_free(dt_graph *graph) {
     for (int32_t i = 0; i < N_PLANS; i++) {
         dt_plan_free(&graph->plans[i]);
     }
-    if (graph->backend) {
-        ggml_backend_free(graph->backend);
+    for (int32_t i = DT_MAX_DEVICES - 1; i >= 0; i--) {
+        if (graph->backends[i] && (i == 0 || graph->backends[i] != graph->backends[0])) {
+            ggml_backend_free(graph->backends[i]);
+        }
     }
     if (graph->threadpool) {
         graph->free_threadpool(graph->threadpool);
@@ -196,6 +213,7 @@ void dt_graph_free(dt_graph *graph) {
     release(graph, &graph->mass);
     release(graph, &graph->mass_rows);
     release(graph, &graph->index);
+    release(graph, &graph->logits);
     ggml_free(graph->work_ctx);
     free(graph->first_lane);
     free(graph->ops);
@@ -229,6 +247,13 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_sequence *seq, 
     return n;
 }
 
+static bool is_elsewhere(const dt_kv *kv, int32_t layer) { return dt_kv_layer(kv, layer)->format.elsewhere; }
+
+/* Whether attention mass is collected on the way. */
+static bool observes(const dt_sequence *seq, int32_t layer) {
+    return seq->observe_layer && seq->observe_layer[layer] && !is_elsewhere(seq->kv, layer);
+}
+
 static int32_t n_mass_rows(const dt_sequence *seq) { return seq->observe_apart ? seq->n_observed : 1; }
 
 static int32_t most_threads(const dt_graph *g) { return DT_MAX(g->params.n_threads, g->params.n_threads_batch); }
@@ -248,11 +273,14 @@ static void deal_out(const dt_graph *g, const dt_sequence *sequences, int32_t n_
         for (int32_t i = 0; i < hp->n_layers; i++) {
             const int32_t length = dt_kv_length(seq->kv, i), n_lanes = hp->n_kv_heads[i];
             const dt_kv_format *format = &dt_kv_layer(seq->kv, i)->format;
+            if (format->elsewhere) {
+                continue;
+            }
             const size_t bytes = kernel->scratch_bytes(format, n_lanes, hp->n_heads / n_lanes, seq->n, length);
             scratch = DT_MAX(scratch, bytes);
             *thread_bytes = DT_MAX(*thread_bytes, kernel->thread_bytes(format, length));
             max_entries = DT_MAX(max_entries, length);
-            n_observed += seq->observe_layer && seq->observe_layer[i] ? (size_t)n_lanes : 0;
+            n_observed += observes(seq, i) ? (size_t)n_lanes : 0;
             whole->span += seq->focus_from > 0 ? (size_t)dt_kv_blocks_of(seq->kv, i) * (size_t)n_lanes : 0;
         }
         out[s].mass_stride = mass_stride(max_entries);
@@ -272,7 +300,7 @@ static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
     float *mass = (float *)g->mass.data + from->mass;
     dt_kv_span *spans = (dt_kv_span *)g->spans.data + from->span;
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        const bool observe = seq->observe_layer && seq->observe_layer[i];
+        const bool observe = observes(seq, i);
         for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++, to++, column++) {
             dt_kv_lane_view view;
             dt_kv_lane(seq->kv, i, lane, &view);
@@ -283,7 +311,7 @@ static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
                                  .value_norm = view.value_norm};
             *column = 0;
             mass += observe ? from->mass_stride * (size_t)n_mass_rows(seq) : 0;
-            if (seq->focus_from > 0) {
+            if (seq->focus_from > 0 && !is_elsewhere(seq->kv, i)) {
                 to->spans = spans;
                 to->n_spans = focus_spans(&view, seq, dt_kv_layer(seq->kv, i)->format.block_tokens, spans, &to->n_entries, column);
                 to->value_norm = NULL; /* indexed by all of the lane's entries; those of the batch will not stay */
@@ -297,7 +325,7 @@ static dt_attn_job make_job(const dt_graph *g, const dt_plan_layer *io, const dt
     const dt_hparams *hp = &g->decoder->hp;
     const share *at = (const share *)g->share.data + number;
     const size_t f = sizeof(float), first = at->token;
-    const bool observe = seq->observe_layer && seq->observe_layer[layer];
+    const bool observe = observes(seq, layer);
     dt_attn_job job = {
         .kernel = g->params.kernel,
         .format = &dt_kv_layer(seq->kv, layer)->format,
@@ -377,56 +405,79 @@ static dt_status prepare_jobs(dt_graph *g, const dt_plan *plan, const dt_sequenc
     for (size_t i = 0; i < n_layers; i++) {
         g->ops[i].jobs = (dt_attn_job *)g->jobs.data + i * n;
         g->ops[i].n_jobs = n_sequences;
-        for (int32_t s = 0; s < n_sequences; s++) {
+        for (int32_t s = 0; s < n_sequences && !is_elsewhere(sequences[s].kv, (int32_t)i); s++) {
             g->ops[i].jobs[s] = make_job(g, &plan->layers[i], &sequences[s], s, (int32_t)i);
         }
     }
     return DT_OK;
 }
 
-static void set_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences) {
-    ggml_backend_tensor_set(plan->positions, g->index.data, 0, ggml_nbytes(plan->positions));
+static dt_status fail_input(const dt_graph *g, int32_t device, dt_error *error) {
+    return dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input", dt_device_name(g->decoder->devices[device]));
+}
+
+static dt_device_sight sight_of(const dt_sequence *seq) {
+    return (dt_device_sight){
+        .n_query = seq->n, .first_position = seq->first_position, .focus_from = seq->focus_from, .focus_to = seq->focus_to};
+}
+
+/* What segments are told: positions, and of a cache that is elsewhere where it is to be written and what is seen of it. */
+static dt_status set_segment_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, dt_error *error) {
+    const dt_device_sight sight = sight_of(&sequences[0]);
+    for (int32_t i = 0; i < plan->n_segments; i++) {
+        const dt_plan_segment *s = &plan->segments[i];
+        if (s->positions != NULL && !dt_ggml_set(s->positions, g->index.data, 0, ggml_nbytes(s->positions))) {
+            return fail_input(g, s->device, error);
+        }
+        if (s->masks != NULL) {
+            const dt_status status = dt_device_cache_fill_inputs(dt_device_cache_of(sequences[0].kv), sequences[0].kv, &sight,
+                                                                 s->device, s->masks, s->rows, s->ring, error);
+            if (status != DT_OK) {
+                return status;
+            }
+        }
+    }
+    return DT_OK;
+}
+
+static dt_status set_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences,
+                            dt_error *error) {
     for (int32_t s = 0; s < n_sequences; s++) {
         const dt_sequence *seq = &sequences[s];
         const share *at = (const share *)g->share.data + s;
         const size_t size = sizeof(int32_t);
-        ggml_backend_tensor_set(plan->tokens, seq->tokens, at->token * size, (size_t)seq->n * size);
-        for (int32_t i = 0; i < seq->n_outputs; i++) {
+        bool done = dt_ggml_set(plan->tokens, seq->tokens, at->token * size, (size_t)seq->n * size);
+        for (int32_t i = 0; done && i < seq->n_outputs; i++) {
             const int32_t row = (int32_t)at->token + seq->n - seq->n_outputs + i;
-            ggml_backend_tensor_set(plan->output_rows, &row, (at->output + (size_t)i) * size, size);
+            done = dt_ggml_set(plan->output_rows, &row, (at->output + (size_t)i) * size, size);
+        }
+        if (!done) {
+            return fail_input(g, plan->segments[plan->n_segments - 1].device, error);
         }
     }
+    return set_segment_inputs(g, plan, sequences, error);
 }
 
-/* What a plan is built for. */
-typedef struct plan_size {
-    int32_t n_tokens, n_outputs;
-    bool observe;
-} plan_size;
-
-static plan_size size_of(const dt_sequence *sequences, int32_t n_sequences) {
-    plan_size size = {0};
+static dt_plan_params params_of(const dt_graph *g, const dt_sequence *sequences, int32_t n_sequences) {
+    dt_plan_params params = {
+        .decoder = g->decoder, .ops = g->ops, .cache = dt_device_cache_of(sequences[0].kv), .no_flash = g->params.no_flash};
     for (int32_t s = 0; s < n_sequences; s++) {
-        size.n_tokens += sequences[s].n;
-        size.n_outputs += sequences[s].n_outputs;
-        size.observe = size.observe || sequences[s].observe_layer;
+        params.n_tokens += sequences[s].n;
+        params.n_outputs += sequences[s].n_outputs;
+        params.observe = params.observe || sequences[s].observe_layer;
     }
-    return size;
-}
-
-static bool plan_fits(const dt_plan *plan, plan_size size) {
-    return plan->n_tokens == size.n_tokens && plan->n_outputs == size.n_outputs && plan->observe == size.observe;
+    return params;
 }
 
 /* The plan for a batch, perhaps not built for it yet. Small batches change in size from step to step, with drafts and with sequences
  * that come and go: for them several are kept, and the one not used for longest is rebuilt. */
-static dt_plan *choose_plan(dt_graph *g, plan_size size) {
-    if (size.n_tokens > SMALL_PLAN_TOKENS) {
+static dt_plan *choose_plan(dt_graph *g, const dt_plan_params *params) {
+    if (params->n_tokens > SMALL_PLAN_TOKENS) {
         return &g->large;
     }
     int32_t best = 0;
     for (int32_t i = 0; i < N_PLANS; i++) {
-        if (plan_fits(&g->plans[i], size)) {
+        if (dt_plan_fits(&g->plans[i], params)) {
             best = i;
             break;
         }
@@ -436,32 +487,92 @@ static dt_plan *choose_plan(dt_graph *g, plan_size size) {
     return &g->plans[best];
 }
 
-dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
-                           dt_error *error) {
-    const plan_size size = size_of(sequences, n_sequences);
-    dt_plan *plan = choose_plan(graph, size);
-    dt_status status = DT_OK;
-    if (!plan_fits(plan, size)) {
-        status = dt_plan_build(plan, graph->decoder, graph->ops, size.n_tokens, size.n_outputs, size.observe, error);
+static dt_status compute_segments(dt_graph *g, const dt_plan *plan, dt_error *error) {
+    for (int32_t i = 0; i < plan->n_segments; i++) {
+        const dt_plan_segment *s = &plan->segments[i];
+        if (s->in != NULL && !dt_ggml_copy(plan->segments[i - 1].out, s->in)) {
+            return fail_input(g, s->device, error);
+        }
+        const enum ggml_status computed = dt_ggml_compute(g->backends[s->device], s->cgraph);
+        if (computed == GGML_STATUS_ABORTED || (computed == GGML_STATUS_SUCCESS && i + 1 < plan->n_segments && abort_callback(g))) {
+            return dt_fail(error, DT_ERR_CANCELLED, "cancelled");
+        }
+        if (computed != GGML_STATUS_SUCCESS) {
+            return dt_fail(error, computed == GGML_STATUS_ALLOC_FAILED ? DT_ERR_MEMORY : DT_ERR_COMPUTE,
+                           "ggml could not compute the batch on %s (%s)", dt_device_name(g->decoder->devices[s->device]),
+                           ggml_status_to_string(computed));
+        }
     }
-    if (status == DT_OK) {
-        status = prepare_jobs(graph, plan, sequences, n_sequences, error);
+    return DT_OK;
+}
+
+/* The plan's own where the CPU has computed them. */
+static dt_status fetch_logits(dt_graph *g, const dt_plan *plan, const float **logits, dt_error *error) {
+    const size_t bytes = ggml_nbytes(plan->logits);
+    if (ggml_backend_buffer_is_host(plan->logits->buffer)) {
+        *logits = plan->logits->data;
+        return DT_OK;
+    }
+    const dt_status status = reserve(g, &g->logits, bytes, "the logits", error);
+    if (status != DT_OK) {
+        return status;
+    }
+    *logits = g->logits.data;
+    return dt_ggml_get(plan->logits, g->logits.data, 0, bytes) ? DT_OK
+                                                               : dt_fail(error, DT_ERR_COMPUTE, "the device gave no logits");
+}
+
+/* The batch's plan, built and with its jobs filled in. */
+static dt_status prepare(dt_graph *g, const dt_sequence *sequences, int32_t n_sequences, dt_plan **out, dt_error *error) {
+    dt_plan_params params = params_of(g, sequences, n_sequences);
+    dt_device_cache *cache = dt_device_cache_of(sequences[0].kv);
+    const dt_device_sight sight = sight_of(&sequences[0]);
+    dt_status status = DT_OK;
+    if (cache != NULL) {
+        status = n_sequences == 1 ? dt_device_cache_reserve(cache, sequences[0].kv, &sight, &params.shape, error)
+                                  : dt_fail(error, DT_ERR_INTERNAL, "a sequence whose cache is on a device is computed alone");
     }
     if (status != DT_OK) {
         return status;
     }
-    set_inputs(graph, plan, sequences, n_sequences);
-    graph->set_n_threads(graph->backend, size.n_tokens == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
-    const enum ggml_status computed = dt_ggml_compute(graph->backend, plan->cgraph);
-    if (computed == GGML_STATUS_ABORTED) {
-        return dt_fail(error, DT_ERR_CANCELLED, "cancelled");
+    *out = choose_plan(g, &params);
+    if (!dt_plan_fits(*out, &params)) {
+        status = dt_plan_build(*out, &params, error);
     }
-    if (computed != GGML_STATUS_SUCCESS) {
-        return dt_fail(error, computed == GGML_STATUS_ALLOC_FAILED ? DT_ERR_MEMORY : DT_ERR_COMPUTE,
-                       "ggml could not compute the batch (%s)", ggml_status_to_string(computed));
+    return status == DT_OK ? prepare_jobs(g, *out, sequences, n_sequences, error) : status;
+}
+
+dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
+                           dt_error *error) {
+    dt_plan *plan = NULL;
+    dt_status status = prepare(graph, sequences, n_sequences, &plan, error);
+    if (status == DT_OK) {
+        status = set_inputs(graph, plan, sequences, n_sequences, error);
     }
-    *logits = plan->logits->data;
-    return DT_OK;
+    if (status != DT_OK) {
+        return status;
+    }
+    graph->set_n_threads(graph->backends[0], plan->n_tokens == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
+    status = compute_segments(graph, plan, error);
+    if (status == DT_OK) {
+        status = fetch_logits(graph, plan, logits, error);
+    }
+    if (status == DT_OK && dt_device_cache_of(sequences[0].kv) != NULL) {
+        const dt_device_sight sight = sight_of(&sequences[0]);
+        dt_device_cache_computed(dt_device_cache_of(sequences[0].kv), &sight);
+    }
+    return status;
+}
+
+dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error) {
+    dt_device_cache *cache = dt_device_cache_of(kv);
+    return cache != NULL ? dt_device_cache_settle(cache, kv, graph->backends, error) : DT_OK;
+}
+
+dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_position, dt_observed *out,
+                           dt_error *error) {
+    return dt_device_cache_observe(dt_device_cache_of(kv), kv, layer, next_position, graph->backends, &out->mass, &out->norms,
+                                   &out->stride, &out->n_queries, error);
 }
 
 const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row) {
@@ -474,8 +585,8 @@ const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t laye
 void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user) {
     graph->work = fn;
     graph->work_user = user;
-    graph->set_n_threads(graph->backend, most_threads(graph));
-    if (dt_ggml_compute(graph->backend, graph->work_graph) != GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
+    graph->set_n_threads(graph->backends[0], most_threads(graph));
+    if (dt_ggml_compute(graph->backends[0], graph->work_graph) != GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
         fn(user, 0, 1);
     }
     graph->work = NULL;

@@ -6,7 +6,8 @@
  * pointers and positions that change from step to step live in the attention jobs that the graph's custom operators point to.
  *
  * Invariant: a sequence's tokens are appended to its cache, uncommitted, before dt_graph_compute, and are so after it, whether it
- * succeeds or fails; the caller commits or takes them back.
+ * succeeds or fails; the caller commits or takes them back. A sequence with layers whose cache is elsewhere is computed alone, and
+ * dt_graph_settle was called before its tokens were appended.
  */
 #ifndef DT_GRAPH_H
 #define DT_GRAPH_H
@@ -18,7 +19,8 @@
 typedef struct dt_graph dt_graph;
 
 typedef struct dt_graph_params {
-    const dt_attn_kernel *kernel;
+    const dt_attn_kernel *kernel;       /* of layers whose cache is in blocks */
+    bool no_flash;                      /* elsewhere: no fused attention */
     int32_t n_threads, n_threads_batch; /* for one token, for more */
     /* Called now and then by the computing thread while a batch runs; true stops it. May be NULL. */
     bool (*should_abort)(void *user);
@@ -52,11 +54,24 @@ dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_
 
 /* Attention mass that the observed queries of one of the last batch's sequences gave to each entry of a lane, or of its focus; entry
  * order as in the cache before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where
- * the layer was not observed. */
+ * the layer was not observed, or is elsewhere (dt_graph_observe). */
 const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row);
 
 /* Calls fn on every thread, as ggml's operators are called: for work that is dealt out by ith of nth. Returns when all are done. */
 void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user);
+
+/* Plays on devices what rounds have moved; to be called before entries are appended. */
+dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error);
+
+/* For a layer whose cache is elsewhere, before a round: how much attention the newest queries that were not told yet gave its entries,
+ * at most DT_OBSERVE_WINDOW of them, and the norms of its values. Lane l's begin at l * stride; the cache's until its next batch. */
+typedef struct dt_observed {
+    const float *mass, *norms;
+    size_t stride;
+    int32_t n_queries; /* 0: none came since the last time, and there is no mass */
+} dt_observed;
+dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_position, dt_observed *out,
+                           dt_error *error);
 
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
 int64_t dt_graph_attention_us(const dt_graph *graph);

@@ -3,7 +3,8 @@
  *
  * Attention enters as custom operators chained through their sources: store (keys and values into the cache), attend,
  * and, where wanted, observe (attention mass). ggml puts a barrier between nodes, which is what the phases of
- * attn/attn.h need.
+ * attn/attn.h need. Layers whose cache is elsewhere attend by ggml's own operators instead (device_attention.c), and what is not on
+ * the CPU has no custom operators at all.
  *
  * Invariant: the graph holds nothing that changes between batches of its size; see graph.h.
  */
@@ -26,7 +27,9 @@ typedef struct builder {
     const dt_hparams *hp;
     struct ggml_context *ctx;
     dt_plan *plan;
-    dt_layer_op *ops;
+    const dt_plan_params *params;
+    dt_plan_segment *segment;                   /* that is being built */
+    size_t max_nodes;                           /* of a segment's graph */
     struct ggml_tensor *inputs, *packed_inputs; /* the activations packed last, and their packed form */
 } builder;
 
@@ -161,9 +164,9 @@ static struct ggml_tensor *rope(builder *b, struct ggml_tensor *x, int32_t layer
         return x;
     }
     const int mode = hp->arch->rope_style == DT_ROPE_NEOX ? GGML_ROPE_TYPE_NEOX : 0;
-    return ggml_rope_ext(b->ctx, x, b->plan->positions, b->decoder->rope_factors, hp->rope_dim, mode, hp->rope_ctx_orig,
-                         hp->rope_base[layer], hp->rope_freq_scale[layer], hp->rope_ext_factor, hp->rope_attn_factor,
-                         hp->rope_beta_fast, hp->rope_beta_slow);
+    return ggml_rope_ext(b->ctx, x, b->segment->positions, b->decoder->rope_factors[b->segment->device], hp->rope_dim, mode,
+                         hp->rope_ctx_orig, hp->rope_base[layer], hp->rope_freq_scale[layer], hp->rope_ext_factor,
+                         hp->rope_attn_factor, hp->rope_beta_fast, hp->rope_beta_slow);
 }
 
 /* Rows [first, first + n) of x as [n, N]. */
@@ -195,29 +198,44 @@ static struct ggml_tensor *heads(builder *b, struct ggml_tensor *x, struct ggml_
     return rope(b, head_norm ? norm(b, x, head_norm) : x, layer);
 }
 
+static bool is_elsewhere(const builder *b, int32_t layer) {
+    return b->params->cache != NULL && dt_device_cache_layer(b->params->cache, layer)->device >= 0;
+}
+
 /* x [E, N] -> [Dv*H, N] */
 static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t layer) {
     const dt_hparams *hp = b->hp;
     const dt_layer_weights *w = &b->decoder->layers[layer];
     dt_plan_layer *io = &b->plan->layers[layer];
+    dt_layer_op *op = &b->params->ops[layer];
     const int64_t n = x->ne[1];
 
-    struct ggml_tensor *q, *k;
-    project(b, x, layer, &q, &k, &io->v);
-    io->q = heads(b, q, w->q_norm, hp->n_heads, layer);
-    io->k = heads(b, k, w->k_norm, hp->n_kv_heads[layer], layer);
-
+    struct ggml_tensor *q, *k, *v;
+    project(b, x, layer, &q, &k, &v);
+    q = heads(b, q, w->q_norm, hp->n_heads, layer);
+    k = heads(b, k, w->k_norm, hp->n_kv_heads[layer], layer);
+    if (is_elsewhere(b, layer)) {
+        const dt_plan_segment *s = b->segment;
+        const dt_device_builder here = {.ctx = b->ctx,
+                                        .cgraph = s->cgraph,
+                                        .device = b->decoder->devices[s->device],
+                                        .hp = hp,
+                                        .no_flash = b->params->no_flash};
+        *io = (dt_plan_layer){0};
+        return dt_device_attend(&here, dt_device_cache_layer(b->params->cache, layer), &b->params->shape->layers[layer], s->masks,
+                                s->rows, s->ring, q, k, v);
+    }
+    *io = (dt_plan_layer){.q = q, .k = k, .v = v};
     struct ggml_tensor *store_args[] = {io->k, io->v};
-    struct ggml_tensor *stored =
-        ggml_custom_4d(b->ctx, GGML_TYPE_F32, 1, 1, 1, 1, store_args, 2, op_store, GGML_N_TASKS_MAX, &b->ops[layer]);
+    struct ggml_tensor *stored = ggml_custom_4d(b->ctx, GGML_TYPE_F32, 1, 1, 1, 1, store_args, 2, op_store, GGML_N_TASKS_MAX, op);
     struct ggml_tensor *attend_args[] = {io->q, stored};
     io->out = ggml_custom_4d(b->ctx, GGML_TYPE_F32, (int64_t)hp->n_heads * hp->head_dim_v, n, 1, 1, attend_args, 2, op_attend,
-                             GGML_N_TASKS_MAX, &b->ops[layer]);
+                             GGML_N_TASKS_MAX, op);
     if (b->plan->observe) {
         /* reads q: as a source it keeps q's memory from being reused before */
         struct ggml_tensor *observe_args[] = {io->q, io->out};
-        ggml_build_forward_expand(b->plan->cgraph, ggml_custom_4d(b->ctx, GGML_TYPE_F32, 1, 1, 1, 1, observe_args, 2, op_observe,
-                                                                  GGML_N_TASKS_MAX, &b->ops[layer]));
+        ggml_build_forward_expand(b->segment->cgraph, ggml_custom_4d(b->ctx, GGML_TYPE_F32, 1, 1, 1, 1, observe_args, 2, op_observe,
+                                                                     GGML_N_TASKS_MAX, op));
     }
     return io->out;
 }
@@ -233,6 +251,9 @@ static struct ggml_tensor *gate(builder *b, struct ggml_tensor *x, struct ggml_t
  * infinities there become NaN everywhere. Our own packed products have their scales in floats.
  */
 static struct ggml_tensor *limit(builder *b, const struct ggml_tensor *weight, struct ggml_tensor *x) {
+    if (b->segment->device > 0) { /* no custom operators there: the range of halves for all, which sums of 32 rarely exceed then */
+        return ggml_is_quantized(weight->type) || weight->type == GGML_TYPE_F16 ? ggml_clamp(b->ctx, x, -HALF_MAX, HALF_MAX) : x;
+    }
     static const float half_max = HALF_MAX, bytes_max = 120.0f * HALF_MAX; /* the scale is a 127th of the largest */
     switch (weight->type) {
     case GGML_TYPE_F16:
@@ -297,36 +318,85 @@ static struct ggml_tensor *softcap(builder *b, struct ggml_tensor *x, float cap)
     return ggml_scale(b->ctx, ggml_tanh(b->ctx, ggml_scale(b->ctx, x, 1.0f / cap)), cap);
 }
 
-static struct ggml_tensor *input(builder *b, int64_t n, const char *name) {
-    struct ggml_tensor *t = ggml_new_tensor_1d(b->ctx, GGML_TYPE_I32, n);
+static struct ggml_tensor *input(builder *b, enum ggml_type type, int64_t n, const char *name) {
+    struct ggml_tensor *t = ggml_new_tensor_1d(b->ctx, type, n);
     ggml_set_input(t);
     ggml_set_name(t, name);
     return t;
 }
 
+/* Ends the segment at x, if there is one, and begins the next; returns x as that one sees it. */
+static struct ggml_tensor *begin_segment(builder *b, int32_t device, struct ggml_tensor *x) {
+    dt_plan *plan = b->plan;
+    if (b->segment != NULL) {
+        ggml_set_output(x);
+        b->segment->out = x;
+        ggml_build_forward_expand(b->segment->cgraph, x);
+    }
+    b->segment = &plan->segments[plan->n_segments++];
+    *b->segment = (dt_plan_segment){.device = device, .cgraph = ggml_new_graph_custom(b->ctx, b->max_nodes, false)};
+    b->inputs = NULL;
+    if (x != NULL) {
+        b->segment->in = ggml_new_tensor_2d(b->ctx, GGML_TYPE_F32, x->ne[0], x->ne[1]);
+        ggml_set_input(b->segment->in);
+    }
+    return b->segment->in;
+}
+
+/* What a layer of the segment needs to be told; once for all of its layers. */
+static void need_inputs(builder *b, int32_t layer) {
+    dt_plan_segment *s = b->segment;
+    const int32_t n = b->plan->n_tokens;
+    if (b->hp->rope_base[layer] != 0.0f && s->positions == NULL) {
+        s->positions = input(b, GGML_TYPE_I32, n, "positions");
+    }
+    if (is_elsewhere(b, layer)) {
+        if (s->masks == NULL) {
+            s->masks = input(b, GGML_TYPE_F16, b->params->shape->n_mask[s->device], "masks");
+            s->rows = input(b, GGML_TYPE_I64, b->params->shape->n_rows[s->device], "rows");
+        }
+        if (s->ring == NULL && dt_device_cache_layer(b->params->cache, layer)->ring != NULL) {
+            s->ring = input(b, GGML_TYPE_I64, DT_MIN(n, DT_RING), "ring");
+        }
+    }
+}
+
+static struct ggml_tensor *output_rows(builder *b, struct ggml_tensor *x) {
+    return b->plan->n_outputs < b->plan->n_tokens ? ggml_get_rows(b->ctx, x, b->plan->output_rows) : x;
+}
+
 static void build(builder *b) {
     const dt_hparams *hp = b->hp;
     dt_plan *plan = b->plan;
-    plan->tokens = input(b, plan->n_tokens, "tokens");
-    plan->positions = input(b, plan->n_tokens, "positions");
-    plan->output_rows = input(b, plan->n_outputs, "output_rows");
-
+    begin_segment(b, 0, NULL);
+    plan->tokens = input(b, GGML_TYPE_I32, plan->n_tokens, "tokens");
     struct ggml_tensor *x = ggml_get_rows(b->ctx, b->decoder->token_embedding, plan->tokens);
     if (hp->embedding_scale != 1.0f) {
         x = ggml_scale(b->ctx, x, hp->embedding_scale);
     }
     for (int32_t i = 0; i < hp->n_layers; i++) {
         const dt_layer_weights *w = &b->decoder->layers[i];
+        if (b->decoder->layer_device[i] != b->segment->device) {
+            x = begin_segment(b, b->decoder->layer_device[i], x);
+        }
+        if (i == hp->n_layers - 1) {
+            plan->output_rows = input(b, GGML_TYPE_I32, plan->n_outputs, "output_rows");
+            /* with every row wanted, nothing reads it: expand it too, so that it has memory */
+            ggml_build_forward_expand(b->segment->cgraph, plan->output_rows);
+        }
+        need_inputs(b, i);
         struct ggml_tensor *y = attention(b, norm(b, x, w->attn_norm), i);
-        if (i == hp->n_layers - 1 && plan->n_outputs < plan->n_tokens) {
-            /* after the last attention only the wanted rows matter */
-            y = ggml_get_rows(b->ctx, y, plan->output_rows);
-            x = ggml_get_rows(b->ctx, x, plan->output_rows);
+        if (i == hp->n_layers - 1) { /* after the last attention only the wanted rows matter */
+            y = output_rows(b, y);
+            x = output_rows(b, x);
         }
         y = linear(b, &w->wo, w->bo, y);
         x = ggml_add(b->ctx, w->attn_post_norm ? norm(b, y, w->attn_post_norm) : y, x);
         y = feed_forward(b, norm(b, x, w->ffn_norm), i);
         x = ggml_add(b->ctx, w->ffn_post_norm ? norm(b, y, w->ffn_post_norm) : y, x);
+    }
+    if (b->decoder->head_device != b->segment->device) {
+        x = begin_segment(b, b->decoder->head_device, x);
     }
     struct ggml_tensor *logits = linear(b, &b->decoder->output, b->decoder->output_bias, norm(b, x, b->decoder->output_norm));
     if (hp->logit_softcap > 0.0f) {
@@ -334,25 +404,58 @@ static void build(builder *b) {
     }
     ggml_set_output(logits);
     plan->logits = logits;
-    /* with every row wanted, nothing reads output_rows: expand it too, so that it has memory */
-    ggml_build_forward_expand(plan->cgraph, plan->output_rows);
-    ggml_build_forward_expand(plan->cgraph, logits);
+    ggml_build_forward_expand(b->segment->cgraph, logits);
 }
 
-dt_status dt_plan_build(dt_plan *plan, const dt_decoder *decoder, dt_layer_op *ops, int32_t n_tokens, int32_t n_outputs,
-                        bool observe, dt_error *error) {
+/* Every operator must be one that its device has. */
+static dt_status check_operators(const dt_decoder *decoder, const dt_plan_segment *segment, dt_error *error) {
+    ggml_backend_dev_t device = decoder->devices[segment->device];
+    for (int i = 0; segment->device > 0 && i < ggml_graph_n_nodes(segment->cgraph); i++) {
+        const struct ggml_tensor *node = ggml_graph_node(segment->cgraph, i);
+        if (!ggml_backend_dev_supports_op(device, node)) {
+            return dt_fail(error, DT_ERR_UNSUPPORTED,
+                           "the device %s lacks an operator that this model needs (%s of %s); use --device cpu",
+                           dt_device_name(device), ggml_op_desc(node), ggml_type_name(node->type));
+        }
+    }
+    return DT_OK;
+}
+
+static dt_status allocate_segments(dt_plan *plan, const dt_decoder *decoder, dt_error *error) {
+    for (int32_t i = 0; i < plan->n_segments; i++) {
+        const dt_plan_segment *segment = &plan->segments[i];
+        ggml_backend_dev_t device = decoder->devices[segment->device];
+        const dt_status status = check_operators(decoder, segment, error);
+        if (status != DT_OK) {
+            return status;
+        }
+        if (plan->allocators[i] == NULL) { /* a plan's segments are always the same devices */
+            plan->allocators[i] = ggml_gallocr_new(ggml_backend_dev_buffer_type(device));
+        }
+        if (plan->allocators[i] == NULL || !dt_ggml_allocate_graph(plan->allocators[i], segment->cgraph)) {
+            return dt_fail(error, DT_ERR_MEMORY, "not enough memory to compute %d tokens at once; use a smaller batch size",
+                           plan->n_tokens);
+        }
+    }
+    return DT_OK;
+}
+
+dt_status dt_plan_build(dt_plan *plan, const dt_plan_params *params, dt_error *error) {
+    const dt_decoder *decoder = params->decoder;
     const size_t n_layers = (size_t)decoder->hp.n_layers;
     const size_t layer_nodes = NODES_PER_LAYER + NODES_PER_EXPERT_USED * (size_t)decoder->hp.n_experts_used;
     const size_t max_nodes = n_layers * layer_nodes + NODES_PER_MODEL;
     plan->n_tokens = 0;
+    plan->n_segments = 0;
     ggml_free(plan->ctx);
     plan->ctx = NULL;
     if (!plan->arena) {
-        plan->arena_bytes = max_nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(max_nodes, false);
+        const size_t most_segments = decoder->n_devices > 1 ? (size_t)decoder->n_devices + 2 : 1;
+        plan->arena_bytes = max_nodes * ggml_tensor_overhead() + most_segments * ggml_graph_overhead_custom(max_nodes, false);
         plan->arena = malloc(plan->arena_bytes);
         plan->layers = calloc(n_layers, sizeof *plan->layers);
-        plan->allocator = ggml_gallocr_new(ggml_backend_dev_buffer_type(decoder->device));
-        if (!plan->arena || !plan->layers || !plan->allocator) {
+        plan->shape = calloc(n_layers, sizeof *plan->shape);
+        if (!plan->arena || !plan->layers || !plan->shape) {
             return dt_fail_memory(error, plan->arena_bytes, "the compute graph");
         }
     }
@@ -360,24 +463,35 @@ dt_status dt_plan_build(dt_plan *plan, const dt_decoder *decoder, dt_layer_op *o
     if (!plan->ctx) {
         return dt_fail_memory(error, plan->arena_bytes, "the compute graph");
     }
-    plan->cgraph = ggml_new_graph_custom(plan->ctx, max_nodes, false);
-    plan->n_tokens = n_tokens;
-    plan->n_outputs = n_outputs;
-    plan->observe = observe;
-    builder b = {.decoder = decoder, .hp = &decoder->hp, .ctx = plan->ctx, .plan = plan, .ops = ops};
-    build(&b);
-    if (!dt_ggml_allocate_graph(plan->allocator, plan->cgraph)) {
-        plan->n_tokens = 0;
-        return dt_fail(error, DT_ERR_MEMORY, "not enough memory to compute %d tokens at once; use a smaller batch size", n_tokens);
+    plan->n_tokens = params->n_tokens;
+    plan->n_outputs = params->n_outputs;
+    plan->observe = params->observe;
+    if (params->cache != NULL) {
+        memcpy(plan->shape, params->shape->layers, n_layers * sizeof *plan->shape);
     }
-    return DT_OK;
+    builder b = {.decoder = decoder, .hp = &decoder->hp, .ctx = plan->ctx, .plan = plan, .params = params, .max_nodes = max_nodes};
+    build(&b);
+    const dt_status status = allocate_segments(plan, decoder, error);
+    if (status != DT_OK) {
+        plan->n_tokens = 0;
+    }
+    return status;
+}
+
+bool dt_plan_fits(const dt_plan *plan, const dt_plan_params *params) {
+    return plan->n_tokens == params->n_tokens && plan->n_outputs == params->n_outputs && plan->observe == params->observe &&
+           (params->cache == NULL ||
+            memcmp(plan->shape, params->shape->layers, (size_t)params->decoder->hp.n_layers * sizeof *plan->shape) == 0);
 }
 
 void dt_plan_free(dt_plan *plan) {
     ggml_free(plan->ctx);
-    if (plan->allocator) {
-        ggml_gallocr_free(plan->allocator);
+    for (int32_t i = 0; i < DT_MAX_SEGMENTS; i++) {
+        if (plan->allocators[i]) {
+            ggml_gallocr_free(plan->allocators[i]);
+        }
     }
+    free(plan->shape);
     free(plan->layers);
     free(plan->arena);
     memset(plan, 0, sizeof *plan);

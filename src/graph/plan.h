@@ -1,12 +1,12 @@
 /*
- * A plan: the ggml graph of one batch size, built and allocated. Private to graph/.
+ * A plan: the ggml graphs of one batch size, built and allocated, one for each run of layers on the same device. Private to graph/.
  */
 #ifndef DT_GRAPH_PLAN_H
 #define DT_GRAPH_PLAN_H
 
 #include "attn/attn.h"
 #include "ggml-alloc.h"
-#include "graph/decoder.h"
+#include "graph/device_cache.h"
 
 /* What a layer's custom operators work on. The jobs, one per sequence, are refilled before every computation. */
 typedef struct dt_layer_op {
@@ -16,8 +16,19 @@ typedef struct dt_layer_op {
 } dt_layer_op;
 
 typedef struct dt_plan_layer {
-    struct ggml_tensor *q, *k, *v, *out; /* [D, H, N], [D, G, N], [Dv*G, N], [Dv*H, N] */
+    struct ggml_tensor *q, *k, *v, *out; /* [D, H, N], [D, G, N], [Dv*G, N], [Dv*H, N]; NULL for layers whose cache is elsewhere */
 } dt_plan_layer;
+
+#define DT_MAX_SEGMENTS (DT_MAX_DEVICES + 2)
+
+/* Embedding, layers and output that follow each other on one device. */
+typedef struct dt_plan_segment {
+    int32_t device; /* index into decoder->devices */
+    struct ggml_cgraph *cgraph;
+    struct ggml_tensor *in, *out;            /* [E, N]: what the segment before gives; what this one does. NULL at the ends */
+    struct ggml_tensor *positions;           /* I32 [N]; NULL where nothing reads them, as the next three */
+    struct ggml_tensor *masks, *rows, *ring; /* dt_device_cache_fill_inputs */
+} dt_plan_segment;
 
 typedef struct dt_plan {
     int32_t n_tokens, n_outputs; /* 0: not built */
@@ -25,16 +36,28 @@ typedef struct dt_plan {
     void *arena;                 /* memory of ctx */
     size_t arena_bytes;
     struct ggml_context *ctx;
-    struct ggml_cgraph *cgraph;
-    ggml_gallocr_t allocator;
-    struct ggml_tensor *tokens, *positions, *output_rows; /* I32 [N], [N], [n_outputs] */
-    struct ggml_tensor *logits;                           /* F32 [V, n_outputs] */
-    dt_plan_layer *layers;                                /* [L] */
+    dt_plan_segment segments[DT_MAX_SEGMENTS];
+    int32_t n_segments;
+    ggml_gallocr_t allocators[DT_MAX_SEGMENTS];
+    struct ggml_tensor *tokens, *output_rows; /* I32 [N], [n_outputs] */
+    struct ggml_tensor *logits;               /* F32 [V, n_outputs] */
+    dt_plan_layer *layers;                    /* [L] */
+    dt_device_layer_shape *shape;             /* [L] of the cache elsewhere that it was built for */
 } dt_plan;
 
-/* Rebuilds *plan for a batch size; it must be zeroed or built before. ops: [L], fixed addresses. */
-dt_status dt_plan_build(dt_plan *plan, const dt_decoder *decoder, dt_layer_op *ops, int32_t n_tokens, int32_t n_outputs,
-                        bool observe, dt_error *error);
+typedef struct dt_plan_params {
+    const dt_decoder *decoder;
+    dt_layer_op *ops;             /* [L], fixed addresses */
+    const dt_device_cache *cache; /* NULL: every layer is on the host */
+    const dt_device_shape *shape; /* of that cache */
+    int32_t n_tokens, n_outputs;
+    bool observe, no_flash;
+} dt_plan_params;
+
+/* Rebuilds *plan; it must be zeroed or built before. */
+dt_status dt_plan_build(dt_plan *plan, const dt_plan_params *params, dt_error *error);
+/* Whether it was built for these. */
+bool dt_plan_fits(const dt_plan *plan, const dt_plan_params *params);
 void dt_plan_free(dt_plan *plan);
 
 #endif

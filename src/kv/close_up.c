@@ -82,7 +82,7 @@ static void move_entry(const dt_kv_layer_state *layer, const dt_kv_lane_state *l
     const dt_kv_rope *rope = &layer->params.rope;
     void *block = lane->spans[entry / f->block_tokens].block;
     const int32_t i = entry % f->block_tokens;
-    dt_kv_position(f, block)[i] += positions;
+    dt_kv_position(f, block)[i] += dt_is_slot(dt_kv_position(f, block)[i]) ? -positions : positions;
     if (positions == 0 || rope->n_pairs == 0) {
         return;
     }
@@ -105,7 +105,8 @@ static void move_lane(const dt_kv_layer_state *layer, const dt_kv_lane_state *la
     const dt_kv_format *f = &layer->params.format;
     turn t = {0};
     for (int32_t i = 0; i < lane->n_entries; i++) {
-        entries[i].position = dt_kv_position(f, lane->spans[i / f->block_tokens].block)[i % f->block_tokens];
+        const int32_t position = dt_kv_position(f, lane->spans[i / f->block_tokens].block)[i % f->block_tokens];
+        entries[i].position = dt_is_slot(position) ? ~position : position; /* a slot moves as one of its tokens would */
         entries[i].entry = i;
     }
     if (!whole) {

@@ -18,7 +18,7 @@ static size_t block_bytes(const dt_kv_layer_state *layer) { return sizeof(dt_kv_
 
 static bool same_format(const dt_kv_format *a, const dt_kv_format *b) {
     return a->type_k == b->type_k && a->type_v == b->type_v && a->dim_k == b->dim_k && a->dim_v == b->dim_v &&
-           a->block_tokens == b->block_tokens;
+           a->block_tokens == b->block_tokens && a->elsewhere == b->elsewhere;
 }
 
 static void *block_new(dt_kv *kv, const dt_kv_layer_state *layer) {
@@ -158,11 +158,8 @@ static void key_copy(char *to, const char *from, int32_t count, size_t piece) {
     }
 }
 
-/* Entry `from` overwrites entry `to`, whose block must be this cache's own. */
-static void entry_move(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t to, int32_t from) {
-    const dt_kv_format *f = &layer->params.format;
-    void *to_block = lane->spans[to / f->block_tokens].block, *from_block = lane->spans[from / f->block_tokens].block;
-    const int32_t t = to % f->block_tokens, s = from % f->block_tokens;
+/* The key and value of entry s of a block overwrite those of entry t of another. */
+static void row_move(const dt_kv_format *f, void *to_block, int32_t t, void *from_block, int32_t s) {
     char *to_key = (char *)to_block + dt_kv_key_offset(f, t, 0);
     const char *from_key = (const char *)from_block + dt_kv_key_offset(f, s, 0);
     if (f->type_k == DT_KV_F16) {
@@ -175,6 +172,18 @@ static void entry_move(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, i
     memcpy((char *)to_block + f->v_offset + (size_t)t * row, (const char *)from_block + f->v_offset + (size_t)s * row, row);
     if (f->type_v == DT_KV_INT8) {
         dt_kv_v_scale(f, to_block)[t] = dt_kv_v_scale(f, from_block)[s];
+    }
+}
+
+/* Entry `from` overwrites entry `to`, whose block must be this cache's own. */
+static void entry_move(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t to, int32_t from) {
+    const dt_kv_format *f = &layer->params.format;
+    void *to_block = lane->spans[to / f->block_tokens].block, *from_block = lane->spans[from / f->block_tokens].block;
+    const int32_t t = to % f->block_tokens, s = from % f->block_tokens;
+    if (f->elsewhere) {
+        kv->home->ops->move(kv->home, (int32_t)(layer - kv->layers), (int32_t)(lane - layer->lanes), to, from);
+    } else {
+        row_move(f, to_block, t, from_block, s);
     }
     dt_kv_position(f, to_block)[t] = dt_kv_position(f, from_block)[s];
     if (layer->has_mass) {
@@ -230,9 +239,16 @@ static bool remove_prepare(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane
     return true;
 }
 
+static int32_t entry_position(const dt_kv_format *f, const dt_kv_lane_state *lane, int32_t entry) {
+    return dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens];
+}
+
 static void remove_finish(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t n_committed, int32_t n_behind,
                           const int32_t *victims, int32_t n) {
     const int32_t n_left = n_committed - n;
+    for (int32_t i = 0; i < n; i++) {
+        lane->n_slots -= dt_is_slot(entry_position(&layer->params.format, lane, victims[i]));
+    }
     int32_t in_tail = 0; /* first victim that lies behind n_left, where nothing has to be filled */
     while (in_tail < n && victims[in_tail] < n_left) {
         in_tail++;
@@ -243,10 +259,10 @@ static void remove_finish(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_
             filler++;
             victim++;
         }
-        entry_move(layer, lane, victims[hole], filler);
+        entry_move(kv, layer, lane, victims[hole], filler);
     }
     for (int32_t i = 0; n > 0 && i < n_behind; i++) {
-        entry_move(layer, lane, n_left + i, n_committed + i);
+        entry_move(kv, layer, lane, n_left + i, n_committed + i);
     }
     lane_cut(kv, layer, lane, n_left + n_behind);
 }
@@ -279,7 +295,10 @@ static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * size
 #define LANE_BYTES (sizeof(dt_kv_lane_state) + 2 * sizeof(int32_t))
 static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * LANE_BYTES; }
 
-static bool policy_needs_mass(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_mass; }
+/* Memory slots weigh what they merge by the attention it got. */
+static bool policy_needs_mass(const dt_budget *budget) {
+    return budget->policy != NULL && (budget->policy->needs_mass || budget->memory_slots > 0);
+}
 static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
 
 /* The list of lanes is copied beside the layer's lanes. */
@@ -339,6 +358,9 @@ void dt_kv_clear(dt_kv *kv) {
         }
     }
     spare_free(kv);
+    if (kv->home != NULL) {
+        kv->home->ops->clear(kv->home);
+    }
     dt_memory_free(kv->memory, kv->scratch, kv->scratch_bytes);
     kv->scratch = NULL;
     kv->scratch_bytes = 0;
@@ -354,12 +376,19 @@ void dt_kv_free(dt_kv *kv) {
     if (kv->layers != NULL && kv->lanes != NULL) {
         dt_kv_clear(kv);
     }
+    if (kv->home != NULL) {
+        kv->home->ops->free(kv->home);
+    }
     dt_memory_free(kv->memory, kv->layers, layers_bytes(kv));
     dt_memory_free(kv->memory, kv->lanes, lanes_bytes(kv));
     dt_memory_free(kv->memory, kv, sizeof *kv);
 }
 
-dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) {
+void dt_kv_set_home(dt_kv *kv, dt_kv_home *home) { kv->home = home; }
+
+dt_kv_home *dt_kv_get_home(const dt_kv *kv) { return kv->home; }
+
+static dt_status new_like(const dt_kv *kv, bool with_content, dt_kv **out, dt_error *error) {
     *out = NULL;
     dt_kv_layer_params *params = dt_memory_alloc(kv->memory, (size_t)kv->n_layers * sizeof *params);
     if (params == NULL) {
@@ -368,17 +397,25 @@ dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         params[i] = kv->layers[i].params;
     }
-    const dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, out, error);
+    dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, out, error);
     dt_memory_free(kv->memory, params, (size_t)kv->n_layers * sizeof *params);
+    if (status == DT_OK && kv->home != NULL) {
+        status = kv->home->ops->copy(kv->home, with_content, &(*out)->home, error);
+    }
     if (status == DT_OK) {
         (*out)->total_cache_size = kv->total_cache_size;
+    } else {
+        dt_kv_free(*out);
+        *out = NULL;
     }
     return status;
 }
 
+dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) { return new_like(kv, false, out, error); }
+
 dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     dt_kv *fork = NULL;
-    const dt_status status = dt_kv_new_like(kv, &fork, error);
+    const dt_status status = new_like(kv, true, &fork, error);
     *out = NULL;
     if (status != DT_OK) {
         return status;
@@ -419,9 +456,10 @@ dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_c
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const bool lacks_mass = policy_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
         if (lacks_mass || (policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak)) {
+            const bool for_slots = !budgets[i].policy->needs_mass && lacks_mass;
             return dt_fail(error, DT_ERR_ARGUMENT,
-                           "policy %s needs to know the attention that layer %d's tokens got, and it was not collected there",
-                           budgets[i].policy->name, i);
+                           "%s%s needs to know the attention that layer %d's tokens got, and it was not collected there",
+                           for_slots ? "memory_slots with policy " : "policy ", budgets[i].policy->name, i);
         }
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
@@ -585,7 +623,8 @@ static int32_t find_from(const dt_kv_layer_state *layer, const dt_kv_lane_state 
     const dt_kv_format *f = &layer->params.format;
     int32_t found = 0;
     for (int32_t entry = 0; entry < n; entry++) {
-        if (dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens] >= position) {
+        const int32_t p = entry_position(f, lane, entry);
+        if ((dt_is_slot(p) ? ~p : p) >= position) {
             out[found++] = entry;
         }
     }
@@ -635,6 +674,18 @@ dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error) {
     return DT_OK;
 }
 
+bool dt_kv_prepare_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const int32_t *victims, int32_t n) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    return remove_prepare(kv, layer, lane, lane->n_entries - kv->n_uncommitted, kv->n_uncommitted, victims, n);
+}
+
+bool dt_kv_own_biases(dt_kv *kv, int32_t layer_index, int32_t lane_index) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    return lane->bias != NULL || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
+}
+
 bool dt_kv_own_entry(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry) {
     return block_own(kv, &kv->layers[layer], &kv->layers[layer].lanes[lane], entry);
 }
@@ -652,7 +703,7 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const i
                            "victim %d of layer %d, KV head %d is not one of its %d committed entries in ascending order", victim,
                            layer_index, lane_index, n_committed);
         }
-        newest = DT_MAX(newest, dt_kv_position(f, lane->spans[victim / f->block_tokens].block)[victim % f->block_tokens]);
+        newest = DT_MAX(newest, entry_position(f, lane, victim));
     }
     if (!remove_prepare(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n)) {
         return dt_fail_memory(error, block_bytes(layer), "evicting from a shared KV cache");
@@ -671,6 +722,7 @@ void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_lane_v
         .spans = lane->spans,
         .n_spans = lane->n_spans,
         .n_entries = lane->n_entries,
+        .n_slots = lane->n_slots,
         .n_uncommitted = kv->n_uncommitted,
         .recent_mass = lane->recent_mass,
         .total_mass = lane->total_mass,
@@ -689,7 +741,7 @@ dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer_index, int32_t lane_index, int
                        "bias %f for entry %d of layer %d, KV head %d: it needs one of the %d entries and a number or -inf",
                        (double)bias, entry, layer_index, lane_index, lane->n_entries);
     }
-    if (lane->bias == NULL && !lane_resize(kv, layer, lane, lane->capacity_blocks, true)) {
+    if (!dt_kv_own_biases(kv, layer_index, lane_index)) {
         return dt_fail_memory(error, dt_kv_array_bytes(layer, lane->capacity_blocks, true), "the KV cache");
     }
     lane->bias[entry] = bias;
@@ -709,7 +761,11 @@ void dt_kv_positions(const dt_kv *kv, int32_t layer_index, int32_t lane_index, i
 void dt_kv_origins(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t *origins) {
     const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
     if (lane->origin != NULL) {
-        memcpy(origins, lane->origin, (size_t)lane->n_entries * sizeof *origins);
+        const dt_kv_format *f = &kv->layers[layer].params.format;
+        for (int32_t i = 0; i < lane->n_entries; i++) {
+            const int32_t position = entry_position(f, lane, i);
+            origins[i] = dt_is_slot(position) ? position : lane->origin[i];
+        }
     } else {
         dt_kv_positions(kv, layer, lane_index, origins);
     }
@@ -744,7 +800,12 @@ const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer) { return &
 double dt_kv_shared_length(const dt_kv *kv) {
     double total = 0;
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        total += kv->layers[i].params.budget.policy != NULL ? dt_kv_mean_length(kv, i) : 0;
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        int64_t n_slots = 0;
+        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
+            n_slots += layer->lanes[j].n_slots;
+        }
+        total += layer->params.budget.policy != NULL ? dt_kv_mean_length(kv, i) - (double)n_slots / layer->params.n_lanes : 0;
     }
     return total;
 }
@@ -764,7 +825,7 @@ int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index) {
     }
     for (int32_t j = 0; j < layer->params.n_lanes; j++) {
         const int64_t max = dt_budget_of_lane(&layer->params.budget, j).max_cache_size;
-        room = DT_MIN(room, max - layer->lanes[j].n_entries);
+        room = DT_MIN(room, max - (layer->lanes[j].n_entries - layer->lanes[j].n_slots));
     }
     return room;
 }
@@ -797,6 +858,7 @@ void *dt_kv_scratch(dt_kv *kv, size_t bytes) {
 size_t dt_kv_bytes(const dt_kv *kv) {
     size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv) + kv->scratch_bytes;
     bytes += kv->spare == NULL ? 0 : block_bytes(&kv->layers[kv->spare_layer]);
+    bytes += kv->home == NULL ? 0 : kv->home->ops->bytes(kv->home);
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
@@ -810,12 +872,13 @@ size_t dt_kv_bytes(const dt_kv *kv) {
 
 size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
     size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv);
+    bytes += kv->home == NULL ? 0 : kv->home->ops->bytes_for(kv->home, n);
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         const int32_t blocks = dt_kv_blocks(&layer->params.format, n);
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             bytes += (size_t)blocks * block_bytes(layer);
-            bytes += dt_kv_array_bytes(layer, blocks == 0 ? 0 : dt_kv_capacity_blocks(blocks), layer->lanes[j].bias != NULL);
+            bytes += dt_kv_array_bytes(layer, blocks == 0 ? 0 : dt_kv_capacity_blocks(blocks), false);
         }
     }
     return bytes;
@@ -829,8 +892,9 @@ typedef struct bytes_bound {
 
 static void bound_layer(bytes_bound *b, const dt_kv_layer_state *layer, int32_t longest) {
     const int32_t blocks = dt_kv_blocks(&layer->params.format, longest), n_lanes = layer->params.n_lanes;
-    const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), false);
-    const size_t scratch = layer->params.budget.policy != NULL ? dt_kv_round_bytes(longest) : (size_t)longest * sizeof(int32_t);
+    const dt_budget *budget = &layer->params.budget;
+    const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), budget->memory_slots > 0);
+    const size_t scratch = budget->policy != NULL ? dt_kv_round_bytes(&layer->params, longest) : (size_t)longest * sizeof(int32_t);
     b->bytes += sizeof *layer + (size_t)n_lanes * (LANE_BYTES + (size_t)blocks * block_bytes(layer) + lane_arrays);
     b->n_lanes += n_lanes;
     b->n_entries += (size_t)n_lanes * (size_t)longest;

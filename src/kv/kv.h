@@ -9,7 +9,12 @@
  * Invariants (dt_kv_check): positions unique in a lane; uncommitted entries are the last n_uncommitted of every lane, in order;
  * counters equal what is allocated; masses finite and not negative; every lane has the newest position (unless it was dropped).
  * Committed entries have no order: dropping fills the holes from the committed tail.
+ * Memory slots are entries too, with negative positions (slots.c); sizes of budgets count without them.
  * Memory: grows block by block, on demand; nothing is allocated for the context up front.
+ *
+ * A layer whose format says `elsewhere` has its lanes, positions, masses and biases here like any other, and is evicted from by the
+ * same rounds; its keys and values lie in the cache's home (dt_kv_home), row i of a lane there belonging to entry i here, and follow
+ * what happens to the entries.
  */
 #ifndef DT_KV_H
 #define DT_KV_H
@@ -26,6 +31,27 @@ typedef struct dt_kv_rope {
     const double *frequency; /* [n_pairs], outlives the cache */
 } dt_kv_rope;
 
+/* Where keys and values lie that are not in blocks: what a cache tells it. One implementation: graph/device_cache.c. */
+typedef struct dt_kv_home dt_kv_home;
+typedef struct dt_kv_home_ops {
+    /* Entry `from` of a lane takes the place of entry `to`; what was there is gone. Only committed entries that nothing was written to
+     * since move. Cannot fail: the home notes it and does it later. */
+    void (*move)(dt_kv_home *home, int32_t layer, int32_t lane, int32_t to, int32_t from);
+    void (*clear)(dt_kv_home *home);
+    /* A home for a second cache: with the same content, or empty. */
+    dt_status (*copy)(const dt_kv_home *home, bool with_content, dt_kv_home **out, dt_error *error);
+    void (*free)(dt_kv_home *home);
+    size_t (*bytes)(const dt_kv_home *home);
+    /* bytes of a home whose lanes all grew to n entries */
+    size_t (*bytes_for)(const dt_kv_home *home, int32_t n);
+    /* Rows [first, first + n) of a lane's keys or values as plain halves; false when the device fails. put: of a lane of n entries. */
+    bool (*get)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out);
+    bool (*put)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, const uint16_t *in);
+} dt_kv_home_ops;
+struct dt_kv_home {
+    const dt_kv_home_ops *ops;
+};
+
 typedef struct dt_kv_layer_params {
     int32_t n_lanes;
     dt_kv_format format;
@@ -38,6 +64,9 @@ typedef struct dt_kv_layer_params {
 /* layers[n_layers] is copied. memory must outlive the cache. */
 dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t n_layers, dt_kv **out, dt_error *error);
 void dt_kv_free(dt_kv *kv);
+/* Gives an empty cache the home of its layers that are elsewhere, to be freed with it. */
+void dt_kv_set_home(dt_kv *kv, dt_kv_home *home);
+dt_kv_home *dt_kv_get_home(const dt_kv *kv); /* NULL: every layer is in blocks */
 /* An empty cache with the same memory, formats and budgets. */
 dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error);
 
@@ -67,17 +96,18 @@ void dt_kv_clear(dt_kv *kv);
 typedef struct dt_kv_lane_view {
     const dt_kv_span *spans;
     int32_t n_spans, n_entries, n_uncommitted;
+    int32_t n_slots;                                          /* of the entries: memory slots, whose positions are negative */
     float *recent_mass, *total_mass, *value_norm, *peak_mass; /* [n_entries] or NULL */
     const float *bias;                                        /* [n_entries] or NULL = all zero */
     const int32_t *origin;                                    /* [n_entries] or NULL = not kept */
 } dt_kv_lane_view;
 
 void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_lane_view *out);
-/* Sets an entry's bias (memory slots: log of the tokens it stands for). Allocates the lane's bias array when first needed. */
+/* Sets an entry's bias, which is added to its logits. Allocates the lane's bias array when first needed. */
 dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry, float bias, dt_error *error);
 /* positions[n_entries] of a lane, in entry order. */
 void dt_kv_positions(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *positions);
-/* The tokens' indices in the conversation likewise; where they are not kept, positions. */
+/* The tokens' indices in the conversation likewise; where they are not kept, and for memory slots, positions. */
 void dt_kv_origins(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *origins);
 int32_t dt_kv_length(const dt_kv *kv, int32_t layer); /* longest lane */
 /* Entries that every lane can grow by before a round comes in this layer; below 0: it is due. */
@@ -88,13 +118,13 @@ bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more);
 int32_t dt_kv_blocks_of(const dt_kv *kv, int32_t layer);
 double dt_kv_mean_length(const dt_kv *kv, int32_t layer);
 const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer);
-/* Bytes of all blocks this cache refers to (shared ones counted in full, a spare one included) plus its own arrays. */
+/* Bytes of all blocks this cache refers to (shared ones counted in full, a spare one included) plus its own arrays and its home. */
 size_t dt_kv_bytes(const dt_kv *kv);
 /* dt_kv_bytes of a cache whose lanes all grew to n entries and never lost any. */
 size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
 
 /* The most bytes a cache ever has allocated whose lanes of layer i never exceed longest[i] entries: also in the middle of growing,
- * of rounds and of cuts. Forks and biases come on top. */
+ * of rounds and of cuts. Forks come on top, and biases but for those of memory slots. */
 size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size);
 /* The same for a cache that is there. */
 size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *longest);
@@ -119,12 +149,15 @@ typedef enum dt_kv_column {
 
 /* Bytes of one entry in a column; 0: the format has no such column. */
 size_t dt_kv_column_bytes(const dt_kv_format *format, dt_kv_column column);
-/* Entries [first, first + n) of a column that is there. */
-void dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, int32_t first, int32_t n, void *out);
+/* Entries [first, first + n) of a column that is there. False when a device that holds them fails. INT8 keys and values that are
+ * elsewhere have no plain form (dt_kv_has_plain). */
+bool dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, int32_t first, int32_t n, void *out);
 /* Gives an empty lane n committed entries, whose columns are all to be put next. The cache is consistent once that is done for
  * every lane and dt_kv_restore_end was called; after a failure it can only be cleared or freed. */
 dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer, int32_t lane, int32_t n, bool has_bias, dt_error *error);
-/* All entries of a column; false when a key or value is not finite. */
+/* False where layers are INT8 and elsewhere: their scales are not per entry. */
+bool dt_kv_has_plain(const dt_kv *kv);
+/* All entries of a column; false when a key or value is not finite, or a device does not take it. */
 bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, const void *in);
 /* Value norms from the values, for a layer that needs them where a file has none. */
 void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane);
@@ -141,9 +174,9 @@ typedef struct dt_round_result {
 } dt_round_result;
 
 /* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes
- * down by the same share, each lane keeping what scores above a threshold common to all. What a layer's window has passed goes before
- * any policy is asked, and is not counted. Nothing may be uncommitted. On failure (memory) lanes not yet treated stay over budget,
- * the cache is consistent and *result tells what went. */
+ * down by the same share, each lane keeping what scores above a threshold common to all. What goes is merged into memory slots where
+ * the layer has them. What a layer's window has passed goes before any policy is asked, and is not counted. Nothing may be
+ * uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went. */
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
 
 /* ---- sliding windows (window.c) ---- */
@@ -172,7 +205,8 @@ bool dt_kv_layer_needs_peak(const dt_kv *kv, int32_t layer);
 
 dt_status dt_kv_check(const dt_kv *kv, dt_error *error);
 
-/* Writes random keys, values and the positions from first_position on into a lane's uncommitted entries (synthetic.c). */
-void dt_kv_fill_uncommitted(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_position, uint64_t *state);
+/* Writes random keys, values and the positions from first_position on into a lane's uncommitted entries (synthetic.c).
+ * False when memory or a device fails. */
+bool dt_kv_fill_uncommitted(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_position, uint64_t *state);
 
 #endif

@@ -6,6 +6,7 @@
  */
 #include "kv/kv_internal.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -61,26 +62,38 @@ static dt_status check_spans(check *c, const dt_kv_layer_state *layer, const dt_
     return DT_OK;
 }
 
+/* The entry counts as one token at least, and as no more than there were. */
+static bool is_slot_bias(const dt_kv *kv, const dt_kv_lane_state *lane, int32_t entry) {
+    return lane->bias != NULL && dt_is_finite(lane->bias[entry]) && lane->bias[entry] > -0.01f &&
+           lane->bias[entry] < logf((float)kv->next_position + (float)kv->shift) + 0.01f;
+}
+
 static dt_status check_positions(check *c, const dt_kv_layer_state *layer, const dt_kv_lane_state *lane) {
     const dt_kv *kv = c->kv;
     const dt_kv_format *f = &layer->params.format;
     const int32_t n_committed = lane->n_entries - kv->n_uncommitted, first_uncommitted = kv->next_position - kv->n_uncommitted;
     CHECK(c, n_committed >= 0, "%d entries, but %d uncommitted", lane->n_entries, kv->n_uncommitted);
     memset(c->seen, 0, c->seen_bytes);
+    int32_t n_slots = 0;
     for (int32_t entry = 0; entry < lane->n_entries; entry++) {
-        const int32_t p = dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens];
+        const int32_t stored = dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens];
+        const int32_t p = dt_is_slot(stored) ? ~stored : stored; /* a slot's is that of a token it stands for */
+        n_slots += dt_is_slot(stored);
         if (entry < n_committed) {
             CHECK(c, p >= 0 && p < first_uncommitted, "committed entry %d has position %d, the next one is %d", entry, p,
                   first_uncommitted);
         } else {
-            CHECK(c, p == first_uncommitted + entry - n_committed, "uncommitted entry %d has position %d", entry, p);
+            CHECK(c, stored == first_uncommitted + entry - n_committed, "uncommitted entry %d has position %d", entry, stored);
         }
-        CHECK(c, lane->origin == NULL || (lane->origin[entry] >= p && lane->origin[entry] <= p + kv->shift),
+        CHECK(c, lane->origin == NULL || dt_is_slot(stored) || (lane->origin[entry] >= p && lane->origin[entry] <= p + kv->shift),
               "position %d came from %d, but at most %d before", p, lane->origin == NULL ? 0 : lane->origin[entry], kv->shift);
         CHECK(c, (c->seen[p / 8] >> (p % 8) & 1) == 0, "position %d is there twice", p);
         c->seen[p / 8] = (uint8_t)(c->seen[p / 8] | 1u << (p % 8));
-        c->newest_of_all = DT_MAX(c->newest_of_all, p);
+        c->newest_of_all = DT_MAX(c->newest_of_all, stored);
+        CHECK(c, !dt_is_slot(stored) || (p <= kv->newest_dropped && is_slot_bias(kv, lane, entry)),
+              "memory slot %d stands for no evicted token, or its bias is not between 0 and the log of all tokens", entry);
     }
+    CHECK(c, n_slots == lane->n_slots, "%d memory slots, counted as %d", n_slots, lane->n_slots);
     return DT_OK;
 }
 
@@ -99,8 +112,10 @@ static dt_status check_numbers(const check *c, const dt_kv_layer_state *layer, c
               (double)lane->peak_mass[entry]);
         CHECK(c, lane->bias == NULL || dt_is_finite(lane->bias[entry]) || lane->bias[entry] < 0, "entry %d has a bias of %f", entry,
               (double)lane->bias[entry]);
-        CHECK(c, f->type_k != DT_KV_INT8 || is_amount(dt_kv_k_scale(f, block)[i]), "entry %d has a bad key scale", entry);
-        CHECK(c, f->type_v != DT_KV_INT8 || is_amount(dt_kv_v_scale(f, block)[i]), "entry %d has a bad value scale", entry);
+        CHECK(c, f->elsewhere || f->type_k != DT_KV_INT8 || is_amount(dt_kv_k_scale(f, block)[i]), "entry %d has a bad key scale",
+              entry);
+        CHECK(c, f->elsewhere || f->type_v != DT_KV_INT8 || is_amount(dt_kv_v_scale(f, block)[i]), "entry %d has a bad value scale",
+              entry);
     }
     return DT_OK;
 }

@@ -1,5 +1,5 @@
 /*
- * What kv.c, round.c, window.c and kv_check.c share: how a cache lies in memory. Nobody outside this folder includes it.
+ * What kv.c, round.c, slots.c, window.c and kv_check.c share: how a cache lies in memory. Nobody outside this folder includes it.
  *
  * Invariants: every lane has one allocation for all its arrays (spans, then the float rows), resized as a whole, so that growing
  * either succeeds or changes nothing; capacities are a pure function of the number of blocks (dt_kv_capacity_blocks), so that
@@ -20,6 +20,7 @@ typedef struct dt_kv_lane_state {
     int32_t capacity_blocks;
     int32_t n_spans; /* blocks held */
     int32_t n_entries;
+    int32_t n_slots; /* of them: memory slots */
     dt_kv_span *spans;
     float *recent_mass, *total_mass, *value_norm; /* NULL where the layer's policy needs none */
     float *peak_mass;                             /* likewise, of a policy that needs peaks */
@@ -35,6 +36,7 @@ typedef struct dt_kv_layer_state {
 
 struct dt_kv {
     dt_memory *memory;
+    dt_kv_home *home; /* NULL, or where layers are that have format.elsewhere */
     dt_kv_layer_state *layers;
     dt_kv_lane_state *lanes; /* of all layers */
     int32_t *lane_max;       /* [n_lanes] copies of the budgets' lists */
@@ -62,7 +64,7 @@ int32_t dt_kv_capacity_blocks(int32_t n);
 /* Bytes of a lane's arrays. */
 size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias);
 /* Scratch that a round over a lane of n entries takes (round.c). */
-size_t dt_kv_round_bytes(int32_t n);
+size_t dt_kv_round_bytes(const dt_kv_layer_params *params, int32_t n);
 /* And what sharing out a budget takes before it, over all entries of all lanes. */
 size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries);
 /* Mean lengths of the layers with a policy, summed. */
@@ -70,8 +72,17 @@ double dt_kv_shared_length(const dt_kv *kv);
 /* At least `bytes` of scratch, valid until the next call; NULL on failure. */
 void *dt_kv_scratch(dt_kv *kv, size_t bytes);
 
+/* Makes every block own that dropping victims[n] writes to; dt_kv_drop then can't fail. */
+bool dt_kv_prepare_drop(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n);
 /* Makes the block own that holds an entry. */
 bool dt_kv_own_entry(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry);
+/* Gives the lane a row of biases. */
+bool dt_kv_own_biases(dt_kv *kv, int32_t layer, int32_t lane);
+
+/* Drops victims[n], committed tokens, after merging them into the lane's memory slots (slots.c). scratch: dt_kv_slots_bytes,
+ * 64-byte aligned. */
+dt_status dt_kv_absorb(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n, void *scratch, dt_error *error);
+size_t dt_kv_slots_bytes(const dt_kv_layer_params *params, int32_t n_entries);
 
 /* Drops the committed entries of a lane at positions below first_kept (window.c). */
 dt_status dt_kv_drop_passed(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_kept, int32_t *n_dropped, dt_error *error);

@@ -2,7 +2,7 @@
  * A lane as plain columns, one row an entry in entry order: what session files hold, whatever the blocks look like.
  *
  * Keys are [n][dim_k] and values [n][dim_v], both as IEEE halves or as signed bytes with a scale per entry; nothing of
- * interleaving, padding or block size shows. Invariant: dt_kv_put_column lets no number into the cache that is not finite.
+ * interleaving, padding, block size or of a home elsewhere shows. Invariant: dt_kv_put_column lets no number into the cache that is not finite.
  */
 #include "kv/kv_internal.h"
 
@@ -71,7 +71,11 @@ static void put_key(const dt_kv_format *f, void *block, int32_t entry, const cha
     }
 }
 
-void dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column column, int32_t first, int32_t n,
+static bool is_elsewhere(const dt_kv_format *f, dt_kv_column column) {
+    return f->elsewhere && (column == DT_KV_KEYS || column == DT_KV_VALUES);
+}
+
+bool dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column column, int32_t first, int32_t n,
                       void *out) {
     const dt_kv_format *f = &kv->layers[layer].params.format;
     const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
@@ -79,7 +83,10 @@ void dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_
     const char *row = row_of(lane, column);
     if (row != NULL) {
         memcpy(out, row + (size_t)first * bytes, (size_t)n * bytes);
-        return;
+        return true;
+    }
+    if (is_elsewhere(f, column)) {
+        return kv->home->ops->get(kv->home, layer, lane_index, column == DT_KV_VALUES, first, n, out);
     }
     char *to = out;
     for (int32_t entry = first; entry < first + n; entry++, to += bytes) {
@@ -90,6 +97,7 @@ void dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_
             memcpy(to, in_block(f, block, column, entry % f->block_tokens), bytes);
         }
     }
+    return true;
 }
 
 static bool halves_are_finite(const char *halves, size_t n_bytes) {
@@ -115,6 +123,9 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
         memcpy(row, in, (size_t)lane->n_entries * bytes);
         return true;
     }
+    if (is_elsewhere(f, column)) {
+        return kv->home->ops->put(kv->home, layer, lane_index, column == DT_KV_VALUES, 0, lane->n_entries, in);
+    }
     const char *from = in;
     for (int32_t entry = 0; entry < lane->n_entries; entry++, from += bytes) {
         void *block = lane->spans[entry / f->block_tokens].block;
@@ -126,14 +137,26 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
         if (column == DT_KV_POSITIONS && lane->origin != NULL) {
             memcpy(&lane->origin[entry], from, bytes); /* until told better */
         }
+        if (column == DT_KV_POSITIONS) {
+            lane->n_slots += dt_is_slot(dt_kv_position(f, block)[entry % f->block_tokens]);
+        }
     }
     return true;
+}
+
+bool dt_kv_has_plain(const dt_kv *kv) {
+    bool has_plain = true;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_format *f = &kv->layers[i].params.format;
+        has_plain = has_plain && !(f->elsewhere && f->type_k == DT_KV_INT8);
+    }
+    return has_plain;
 }
 
 void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane_index) {
     const dt_kv_format *f = &kv->layers[layer].params.format;
     dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
-    for (int32_t entry = 0; entry < lane->n_entries; entry++) {
+    for (int32_t entry = 0; !f->elsewhere && entry < lane->n_entries; entry++) { /* elsewhere they are made before each round */
         void *block = lane->spans[entry / f->block_tokens].block;
         const int32_t i = entry % f->block_tokens;
         const char *value = in_block(f, block, DT_KV_VALUES, i);

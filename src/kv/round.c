@@ -19,7 +19,10 @@
 
 static size_t row_bytes(int32_t n) { return DT_ROUND_UP((size_t)n * sizeof(int32_t), (size_t)64); }
 
-size_t dt_kv_round_bytes(int32_t n) { return 2 * row_bytes(n) + dt_policy_scratch_bytes(n); }
+/* Positions, victims, the policy's scratch. */
+static size_t choice_bytes(int32_t n) { return DT_ROUND_UP(2 * row_bytes(n) + dt_policy_scratch_bytes(n), (size_t)64); }
+
+size_t dt_kv_round_bytes(const dt_kv_layer_params *params, int32_t n) { return choice_bytes(n) + dt_kv_slots_bytes(params, n); }
 
 /* The lane as its policy sees it; positions is filled. */
 static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t *positions) {
@@ -29,6 +32,7 @@ static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, i
     dt_kv_positions(kv, layer, lane, positions);
     return (dt_lane_view){
         .n = view.n_entries,
+        .n_slots = view.n_slots,
         .position = positions,
         .recent_mass = view.recent_mass,
         .total_mass = view.total_mass,
@@ -44,7 +48,7 @@ static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, i
 static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t n_keep, int32_t *n_evicted,
                             dt_round_result *result, dt_error *error) {
     const int32_t n_entries = kv->layers[layer].lanes[lane].n_entries;
-    const size_t row = row_bytes(n_entries), bytes = dt_kv_round_bytes(n_entries);
+    const size_t row = row_bytes(n_entries), bytes = dt_kv_round_bytes(&kv->layers[layer].params, n_entries);
     char *scratch = dt_kv_scratch(kv, bytes);
     if (scratch == NULL) {
         return dt_fail_memory(error, bytes, "choosing what to evict");
@@ -52,7 +56,7 @@ static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next
     int32_t *positions = (int32_t *)scratch, *victims = (int32_t *)(scratch + row);
     const dt_lane_view entries = lane_entries(kv, layer, lane, next_position, positions);
     const int32_t n = dt_policy_choose(kv->layers[layer].params.budget.policy, &entries, n_keep, victims, scratch + 2 * row);
-    const dt_status status = dt_kv_drop(kv, layer, lane, victims, n, error);
+    const dt_status status = dt_kv_absorb(kv, layer, lane, victims, n, scratch + choice_bytes(n_entries), error);
     if (status == DT_OK) {
         *n_evicted = n;
         for (int32_t i = 0; i < n; i++) {
@@ -70,7 +74,7 @@ static void keep_own(dt_kv *kv, bool exact) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         for (int32_t j = 0; j < layer->params.n_lanes; j++, index++) {
             const dt_budget budget = dt_budget_of_lane(&layer->params.budget, j);
-            const bool over = budget.policy != NULL && layer->lanes[j].n_entries > budget.max_cache_size;
+            const bool over = budget.policy != NULL && layer->lanes[j].n_entries - layer->lanes[j].n_slots > budget.max_cache_size;
             kv->keep[index] = !over ? ALL : exact ? budget.max_cache_size : dt_budget_low_water(&budget);
         }
     }
@@ -147,9 +151,9 @@ static void score_lane(const dt_kv *kv, int32_t layer, int32_t lane, int32_t nex
     }
     *out = (shared_lane){.scores = scores,
                          .n_free = n_free,
-                         .n_pinned = n - n_free,
-                         .least = DT_MIN(budget.min_cache_size, n),
-                         .most = DT_MIN(budget.max_cache_size, n),
+                         .n_pinned = n - entries.n_slots - n_free,
+                         .least = DT_MIN(budget.min_cache_size, n - entries.n_slots),
+                         .most = DT_MIN(budget.max_cache_size, n - entries.n_slots),
                          .weight = 1.0 / kv->layers[layer].params.n_lanes};
 }
 
@@ -230,7 +234,7 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
         int64_t evicted = 0;
         for (int32_t j = 0; j < n_lanes && status == DT_OK; j++, index++) {
             int32_t n = 0;
-            if (kv->layers[i].lanes[j].n_entries > kv->keep[index]) {
+            if (kv->layers[i].lanes[j].n_entries - kv->layers[i].lanes[j].n_slots > kv->keep[index]) {
                 status = lane_round(kv, i, j, next_position, kv->keep[index], &n, result, error);
             }
             evicted += n;

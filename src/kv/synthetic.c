@@ -43,10 +43,29 @@ static void fill_entry(const dt_kv_format *f, void *block, int32_t entry, int32_
     dt_kv_position(f, block)[entry] = position;
 }
 
-void dt_kv_fill_uncommitted(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_position, uint64_t *state) {
+/* The same for a lane whose keys or values are elsewhere. */
+static bool fill_elsewhere(const dt_kv *kv, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, uint64_t *state) {
+    const dt_kv_format *f = &dt_kv_layer(kv, layer)->format;
+    dt_kv_home *home = dt_kv_get_home(kv);
+    const size_t n_numbers = (size_t)n * (size_t)(values ? f->dim_v : f->dim_k);
+    uint16_t *rows = malloc(DT_MAX(n_numbers, 1) * sizeof *rows);
+    for (size_t i = 0; rows != NULL && i < n_numbers; i++) {
+        rows[i] = random_half(state);
+    }
+    const bool done = rows != NULL && home->ops->put(home, layer, lane, values, first, n, rows);
+    free(rows);
+    return done;
+}
+
+bool dt_kv_fill_uncommitted(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_position, uint64_t *state) {
     const dt_kv_format *f = &dt_kv_layer(kv, layer)->format;
     dt_kv_lane_view view;
     dt_kv_lane(kv, layer, lane, &view);
+    if (f->elsewhere) {
+        const int32_t first = view.n_entries - view.n_uncommitted; /* positions are there since they were appended */
+        return fill_elsewhere(kv, layer, lane, false, first, view.n_uncommitted, state) &&
+               fill_elsewhere(kv, layer, lane, true, first, view.n_uncommitted, state);
+    }
     for (int32_t i = 0; i < view.n_uncommitted; i++) {
         const int32_t entry = view.n_entries - view.n_uncommitted + i;
         fill_entry(f, view.spans[entry / f->block_tokens].block, entry % f->block_tokens, first_position + i, state);
@@ -54,4 +73,5 @@ void dt_kv_fill_uncommitted(dt_kv *kv, int32_t layer, int32_t lane, int32_t firs
             view.value_norm[entry] = 1.0f;
         }
     }
+    return true;
 }

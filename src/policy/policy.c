@@ -35,7 +35,8 @@ int32_t dt_budget_low_water(const dt_budget *budget) {
 
 bool dt_pinned(const dt_lane_view *view, int32_t entry) {
     const int64_t position = view->position[entry];
-    return position < view->sink_tokens || position >= (int64_t)view->next_position - view->recent_window;
+    return dt_is_slot(view->position[entry]) || position < view->sink_tokens ||
+           position >= (int64_t)view->next_position - view->recent_window;
 }
 
 /* ---- attention mass ---- */
@@ -158,7 +159,7 @@ int32_t dt_policy_choose(const dt_policy *policy, const dt_lane_view *view, int3
     for (int32_t i = 0; i < view->n; i++) {
         n_free += !dt_pinned(view, i);
     }
-    const int32_t n_victims = DT_MIN(view->n - DT_MAX(n_keep, 0), n_free);
+    const int32_t n_victims = DT_MIN(view->n - view->n_slots - DT_MAX(n_keep, 0), n_free);
     if (n_victims <= 0) {
         return 0;
     }

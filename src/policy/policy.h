@@ -11,12 +11,16 @@
 
 typedef struct dt_policy dt_policy;
 
+/* More would not pay: each has the bytes of a token. */
+#define DT_MAX_MEMORY_SLOTS 1024
+
 /* Settings of one layer, after defaults were filled in (engine/eviction_config.c). */
 typedef struct dt_budget {
     const dt_policy *policy; /* NULL: keeps everything */
     int32_t max_cache_size, min_cache_size, sink_tokens, recent_window;
     const int32_t
-        *lane_max; /* [lanes of the layer] where lanes differ, at most max_cache_size each; NULL: max_cache_size for all */
+        *lane_max;        /* [lanes of the layer] where lanes differ, at most max_cache_size each; NULL: max_cache_size for all */
+    int32_t memory_slots; /* entries beside max_cache_size that stand for what was evicted (memory_slots.h); 0 = none */
 } dt_budget;
 
 /* The budget of one lane: its own maximum in place of the layer's. */
@@ -30,11 +34,15 @@ static inline dt_budget dt_budget_of_lane(const dt_budget *budget, int32_t lane)
  * is max itself (min = max, or max below 16), a round frees what is beyond it, and every token brings one. */
 int32_t dt_budget_low_water(const dt_budget *budget);
 
+/* An entry's position tells what it is: a memory slot has that of one of the tokens it stands for, as a negative number. */
+static inline bool dt_is_slot(int32_t position) { return position < 0; }
+
 /* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The last three may be NULL for a policy
  * without needs_mass. */
 typedef struct dt_lane_view {
     int32_t n;
-    const int32_t *position;
+    int32_t n_slots;          /* of the n: memory slots, which are pinned and beside all sizes */
+    const int32_t *position;  /* below 0: a memory slot (dt_is_slot) */
     const float *recent_mass; /* attention mass per query, a running mean over about the last DT_OBSERVE_WINDOW of them */
     const float *total_mass;  /* the same over many more: DT_TOTAL_HALF_LIFE */
     const float *value_norm;

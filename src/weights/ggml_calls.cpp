@@ -7,7 +7,7 @@
 template <typename T, typename F> static T caught(T failed, F f) noexcept {
     try {
         return f();
-    } catch (...) { /* std::bad_alloc: ggml throws nothing of its own */
+    } catch (...) { /* std::bad_alloc, or what a device's driver says */
         return failed;
     }
 }
@@ -38,6 +38,26 @@ ggml_backend_buffer_t dt_ggml_new_buffer(ggml_backend_buffer_type_t type, size_t
 ggml_backend_buffer_t dt_ggml_wrap_memory(ggml_backend_dev_t device, void *memory, size_t bytes) {
     return caught<ggml_backend_buffer_t>(nullptr,
                                          [&] { return ggml_backend_dev_buffer_from_host_ptr(device, memory, bytes, bytes); });
+}
+
+size_t dt_ggml_device_count(void) {
+    return caught<size_t>(0, [] { return ggml_backend_dev_count(); });
+}
+
+bool dt_ggml_set(struct ggml_tensor *tensor, const void *data, size_t offset, size_t bytes) {
+    return caught(false, [&] { return ggml_backend_tensor_set(tensor, data, offset, bytes), true; });
+}
+
+bool dt_ggml_get(const struct ggml_tensor *tensor, void *data, size_t offset, size_t bytes) {
+    return caught(false, [&] { return ggml_backend_tensor_get(tensor, data, offset, bytes), true; });
+}
+
+bool dt_ggml_copy(const struct ggml_tensor *from, struct ggml_tensor *to) {
+    return caught(false, [&] { return ggml_backend_tensor_copy(from, to), true; });
+}
+
+bool dt_ggml_clear(ggml_backend_buffer_t buffer) {
+    return caught(false, [&] { return ggml_backend_buffer_clear(buffer, 0), true; });
 }
 
 ggml_backend_t dt_ggml_new_backend(ggml_backend_dev_t device) {

@@ -27,6 +27,14 @@ ggml_backend_buffer_type_t *dt_ggml_extra_buffer_types(ggml_backend_dev_t device
 ggml_backend_buffer_t dt_ggml_new_buffer(ggml_backend_buffer_type_t type, size_t bytes);
 /* ggml_backend_dev_buffer_from_host_ptr */
 ggml_backend_buffer_t dt_ggml_wrap_memory(ggml_backend_dev_t device, void *memory, size_t bytes);
+/* ggml_backend_dev_count; fills ggml's registry; 0 where memory runs out */
+size_t dt_ggml_device_count(void);
+/* ggml_backend_tensor_set, _get and _copy; false where the device fails */
+bool dt_ggml_set(struct ggml_tensor *tensor, const void *data, size_t offset, size_t bytes);
+bool dt_ggml_get(const struct ggml_tensor *tensor, void *data, size_t offset, size_t bytes);
+bool dt_ggml_copy(const struct ggml_tensor *from, struct ggml_tensor *to);
+/* ggml_backend_buffer_clear to zeros */
+bool dt_ggml_clear(ggml_backend_buffer_t buffer);
 /* ggml_backend_dev_init */
 ggml_backend_t dt_ggml_new_backend(ggml_backend_dev_t device);
 /* ggml_gallocr_alloc_graph */

@@ -1,7 +1,7 @@
 /*
  * Weights in memory: each tensor the graph asks for is checked, then either used where the file's mapping has it, or copied
  * into a buffer: the CPU's fast layouts ("extra buffer types" of ggml: repacked, AMX) for matrices, a plain one for what is
- * converted, not aligned, or read without mmap.
+ * converted, not aligned, or read without mmap. What is for another device goes from the mapping straight into its memory.
  *
  * Peak memory stays near the file's size: tensors are copied one by one and the mapped pages of a copied tensor are dropped
  * from the process at once. Only a matrix that is also used row by row (tied embeddings) may exist twice.
@@ -25,7 +25,8 @@
 #include <unistd.h>
 
 #define MAX_EXTRA_TYPES 8
-#define PROBE_TOKENS 32 /* batch of the matrix product by which a layout is asked whether it takes a tensor */
+#define MAX_DEVICE_BUFFERS 128 /* devices bound the size of one buffer */
+#define PROBE_TOKENS 32        /* batch of the matrix product by which a layout is asked whether it takes a tensor */
 #define MIB (1024.0 * 1024.0)
 
 /* One tensor in memory; requests for the same tensor in the same home share it. */
@@ -35,10 +36,18 @@ typedef struct placement {
     int32_t home; /* index into homes[]; HOME_MAPPED */
 } placement;
 
-enum { HOME_MAPPED, HOME_PLAIN, HOME_PACKED, HOME_FIRST_EXTRA };
+enum {
+    HOME_MAPPED,
+    HOME_PLAIN,
+    HOME_PACKED,
+    HOME_FIRST_EXTRA,
+    MAX_HOMES = HOME_FIRST_EXTRA + MAX_EXTRA_TYPES + MAX_DEVICE_BUFFERS
+};
 
-/* Where tensors go: the mapping, a plain buffer, our own layout for matrix products, one of ggml's fast layouts. */
+/* Where tensors go: the mapping, a plain buffer, our own layout for matrix products, one of ggml's fast layouts, a device. */
 typedef struct home {
+    ggml_backend_dev_t device;       /* NULL for those of the CPU */
+    size_t planned;                  /* of a device: what its tensors take at most */
     ggml_backend_buffer_type_t type; /* NULL for the mapping */
     ggml_backend_buffer_t buffer;    /* NULL while nothing is placed there, and for the mapping */
     size_t bytes;
@@ -56,8 +65,8 @@ struct dt_weights {
     struct ggml_context *context;
     placement *placements;
     int32_t n_placements;
-    home homes[HOME_FIRST_EXTRA + MAX_EXTRA_TYPES];
-    int32_t n_homes;
+    home homes[MAX_HOMES];
+    int32_t n_homes, first_device_home;
     open_part *parts;
     int32_t n_parts;
     uint64_t bytes, n_params;
@@ -184,7 +193,7 @@ static bool layout_takes(ggml_backend_dev_t device, ggml_backend_buffer_type_t t
 static void list_homes(loader *l) {
     dt_weights *w = l->weights;
     w->homes[HOME_PLAIN].type = w->homes[HOME_PACKED].type = ggml_backend_dev_buffer_type(l->device);
-    w->n_homes = HOME_FIRST_EXTRA;
+    w->n_homes = w->first_device_home = HOME_FIRST_EXTRA;
     if (l->params.no_extra_buffers) {
         return;
     }
@@ -196,6 +205,27 @@ static void list_homes(loader *l) {
             w->homes[w->n_homes++].type = *types;
         }
     }
+    w->first_device_home = w->n_homes;
+}
+
+/* A buffer of the request's device with room for `t`, a new one where the last is full; -1 when there are too many. */
+static int32_t device_home(dt_weights *w, const dt_weight_request *request, const dt_gguf_tensor *t) {
+    ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(request->device);
+    const size_t most = ggml_backend_buft_get_max_size(type), slack = 65536; /* rows padded, starts aligned */
+    const size_t bytes = (size_t)t->bytes * (request->use == DT_USE_ELEMENTWISE ? 2 : 1) + slack;
+    int32_t h = w->n_homes - 1;
+    while (h >= w->first_device_home && w->homes[h].device != request->device) {
+        h--;
+    }
+    if (h < w->first_device_home || w->homes[h].planned > most - DT_MIN(bytes, most)) {
+        if (w->n_homes == MAX_HOMES) {
+            return -1;
+        }
+        h = w->n_homes++;
+        w->homes[h] = (home){.device = request->device, .type = type};
+    }
+    w->homes[h].planned += bytes;
+    return h;
 }
 
 /* Our layout's name of a type, or -1. */
@@ -211,11 +241,14 @@ static bool can_pack(const loader *l, const dt_weight_request *request, const dt
            dt_gemm_can_pack((dt_gemm_type)packed_type(t->type), t->ne[0], t->ne[1]);
 }
 
-/* AMX first, then our layout, then what else ggml has, in its order. */
+/* On the CPU AMX first, then our layout, then what else ggml has, in its order. */
 static int32_t choose_home(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
+    if (request->device) {
+        return device_home(l->weights, request, t);
+    }
     if (request->use == DT_USE_MATMUL || request->use == DT_USE_MATMUL_ID) {
         int32_t best = -1;
-        for (int32_t h = HOME_FIRST_EXTRA; h < l->weights->n_homes && best < 0; h++) {
+        for (int32_t h = HOME_FIRST_EXTRA; h < l->weights->first_device_home && best < 0; h++) {
             best = layout_takes(l->device, l->weights->homes[h].type, request, t) ? h : -1;
         }
         const bool is_amx = best >= 0 && strcmp(ggml_backend_buft_name(l->weights->homes[best].type), "AMX") == 0;
@@ -278,6 +311,19 @@ static dt_status plan_request(loader *l, const dt_weight_request *request, bool 
         return status;
     }
     const int32_t home_index = choose_home(l, request, t);
+    if (home_index < 0) {
+        return dt_fail(l->error, DT_ERR_UNSUPPORTED,
+                       "the weights do not fit into %d buffers of the device %s; give it fewer layers (-ngl)", MAX_DEVICE_BUFFERS,
+                       ggml_backend_dev_name(request->device));
+    }
+    if (request->device && (request->use == DT_USE_MATMUL || request->use == DT_USE_MATMUL_ID) &&
+        !layout_takes(request->device, l->weights->homes[home_index].type, request, t)) {
+        return dt_fail(
+            l->error, DT_ERR_UNSUPPORTED,
+            "the device %s can't compute with %s weights (tensor '%s'); quantize the model to Q8_0, Q4_0 or Q4_K_M, or leave "
+            "the layer to the CPU (-ngl)",
+            ggml_backend_dev_name(request->device), ggml_type_name(t->type), t->name);
+    }
     const enum ggml_type type = home_index == HOME_PACKED            ? GGML_TYPE_I8
                                 : request->use == DT_USE_ELEMENTWISE ? GGML_TYPE_F32
                                                                      : t->type;
@@ -434,6 +480,24 @@ static size_t padded_bytes(const home *where, const struct ggml_tensor *tensor) 
     return DT_ROUND_UP(ggml_backend_buft_get_alloc_size(where->type, tensor), ggml_backend_buft_get_alignment(where->type));
 }
 
+/* What all buffers of a device need must be free there. Devices that do not know say 0. */
+static dt_status check_devices(const loader *l) {
+    const dt_weights *w = l->weights;
+    for (int32_t h = w->first_device_home; h < w->n_homes; h++) {
+        size_t needed = 0, available = 0, total = 0;
+        for (int32_t i = w->first_device_home; i < w->n_homes; i++) {
+            needed += w->homes[i].device == w->homes[h].device ? w->homes[i].bytes : 0;
+        }
+        ggml_backend_dev_memory(w->homes[h].device, &available, &total);
+        if (total > 0 && needed > available) {
+            return dt_fail(l->error, DT_ERR_MEMORY,
+                           "the layers given to device %s need %.0f MiB there, but only %.0f MiB are free; give it fewer (-ngl)",
+                           ggml_backend_dev_name(w->homes[h].device), (double)needed / MIB, (double)available / MIB);
+        }
+    }
+    return DT_OK;
+}
+
 static dt_status allocate_homes(loader *l) {
     dt_weights *w = l->weights;
     size_t total = 0;
@@ -445,7 +509,7 @@ static dt_status allocate_homes(loader *l) {
         }
         const size_t bytes = padded_bytes(&w->homes[p->home], p->tensor);
         w->homes[p->home].bytes += bytes;
-        total += bytes;
+        total += p->home < w->first_device_home ? bytes : 0;
     }
     const size_t available = available_memory();
     if (total > available) {
@@ -453,6 +517,10 @@ static dt_status allocate_homes(loader *l) {
                        "the weights of %s need %.0f MiB of memory, but only %.0f MiB are available; close other programs or use a "
                        "smaller quantization",
                        dt_gguf_path(l->gguf), (double)total / MIB, (double)available / MIB);
+    }
+    const dt_status fits = check_devices(l);
+    if (fits != DT_OK) {
+        return fits;
     }
     for (int32_t h = HOME_MAPPED; h < w->n_homes; h++) {
         home *where = &w->homes[h];
@@ -470,7 +538,9 @@ static dt_status allocate_homes(loader *l) {
         if (!where->buffer) {
             return dt_fail_memory(l->error, where->bytes, "weights");
         }
-        dt_use_large_pages(ggml_backend_buffer_get_base(where->buffer), where->bytes);
+        if (!where->device) {
+            dt_use_large_pages(ggml_backend_buffer_get_base(where->buffer), where->bytes);
+        }
         ggml_backend_buffer_set_usage(where->buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     return DT_OK;
@@ -507,6 +577,8 @@ static dt_status fill(const loader *l, const placement *p) {
     const dt_gguf_tensor *t = p->source;
     const open_part *part = &l->weights->parts[t->part];
     const bool is_converted = p->tensor->type != t->type;
+    const bool is_device = p->home >= l->weights->first_device_home;
+    bool is_set = true;
     void *staging = NULL;
     const void *data = part->mapping ? part->mapping + t->offset : NULL;
     if (!data && p->home == HOME_PLAIN && !is_converted) {
@@ -526,21 +598,31 @@ static dt_status fill(const loader *l, const placement *p) {
     }
     if (p->home == HOME_PACKED) {
         pack_matrix(t, data, p->tensor->data);
+    } else if (is_converted && is_device) {
+        float *converted = malloc(ggml_nbytes(p->tensor));
+        if (!converted) {
+            free(staging);
+            return dt_fail_memory(l->error, ggml_nbytes(p->tensor), "reading a tensor");
+        }
+        convert_to_f32(t, data, converted);
+        is_set = dt_ggml_set(p->tensor, converted, 0, ggml_nbytes(p->tensor));
+        free(converted);
     } else if (is_converted) {
         convert_to_f32(t, data, p->tensor->data);
     } else {
-        ggml_backend_tensor_set(p->tensor, data, 0, (size_t)t->bytes);
+        is_set = dt_ggml_set(p->tensor, data, 0, (size_t)t->bytes);
     }
     if (part->mapping) {
         drop_pages(part, t);
     }
     free(staging);
-    return DT_OK;
+    return is_set ? DT_OK
+                  : dt_fail(l->error, DT_ERR_COMPUTE, "the device did not take tensor '%s' of %s", t->name, part_path(l, t));
 }
 
 static dt_status fill_homes(loader *l) {
     dt_weights *w = l->weights;
-    size_t used[HOME_FIRST_EXTRA + MAX_EXTRA_TYPES] = {0};
+    size_t used[MAX_HOMES] = {0};
     for (int32_t i = 0; i < w->n_placements; i++) {
         placement *p = &w->placements[i];
         home *where = &w->homes[p->home];
@@ -566,10 +648,10 @@ static dt_status fill_homes(loader *l) {
 
 /* ---- the public part ---------------------------------------------------------------------------- */
 
-dt_status dt_weights_load(const dt_gguf *gguf, ggml_backend_dev_t device, const dt_model_params *params,
+dt_status dt_weights_load(const dt_gguf *gguf, ggml_backend_dev_t cpu, const dt_model_params *params,
                           const dt_weight_request *requests, int32_t n_requests, dt_weights **out, dt_error *error) {
     *out = NULL;
-    loader l = {.gguf = gguf, .device = device, .weights = calloc(1, sizeof(dt_weights)), .error = error};
+    loader l = {.gguf = gguf, .device = cpu, .weights = calloc(1, sizeof(dt_weights)), .error = error};
     if (!l.weights) {
         return dt_fail_memory(error, sizeof(dt_weights), "the weights");
     }

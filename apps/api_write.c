@@ -1,0 +1,603 @@
+/*
+ * What came of jobs, as JSON. See api.h.
+ *
+ * A running job is looked at through a copy of what is new (a delta), taken under its lock, so that the scheduler's thread never waits
+ * for JSON being written.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "api.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static json_t *text_json(const char *text, size_t n) {
+    size_t n_valid = 0;
+    char *valid = dt_repair_utf8(text, n, &n_valid);
+    json_t *json = valid != NULL ? json_stringn(valid, n_valid) : NULL;
+    free(valid);
+    return json;
+}
+
+/* JSON that is thrown away after. NULL: out of memory. */
+static char *dump(json_t *json) {
+    char *text = json != NULL ? json_dumps(json, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
+    json_decref(json);
+    return text;
+}
+
+/* ---- deltas ------------------------------------------------------------------------------------- */
+
+typedef struct delta { /* of a choice: what came after what was taken before */
+    char *text;
+    size_t n_text, text_from;
+    dt_record *records;
+    dt_top *tops;
+    size_t n_records;
+    dt_finish finish;
+} delta;
+
+static void free_delta(delta *d) {
+    free(d->text);
+    free(d->records);
+    free(d->tops);
+}
+
+/* With the job's lock held. Records whose text is not yet shown wait; those of what a stop string cut off never come. */
+static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_t records_from, bool end_token, delta *out) {
+    const dt_choice *c = &job->choices[index];
+    size_t n = 0;
+    while (job->logprobs && records_from + n < c->n_records && c->records[records_from + n].text_end <= c->n_safe) {
+        n++;
+    }
+    n -= n > 0 && c->ended && !end_token && records_from + n == c->n_records ? 1 : 0;
+    *out = (delta){.n_text = c->n_safe - text_from, .text_from = text_from, .n_records = n, .finish = c->finish};
+    const size_t n_top = (size_t)job->n_top;
+    out->text = malloc(out->n_text + 1);
+    out->records = malloc((n + 1) * sizeof *out->records);
+    out->tops = malloc((n * n_top + 1) * sizeof *out->tops);
+    if (out->text == NULL || out->records == NULL || out->tops == NULL) {
+        free_delta(out);
+        return false;
+    }
+    if (out->n_text > 0) {
+        memcpy(out->text, c->text + text_from, out->n_text);
+    }
+    if (n > 0) {
+        memcpy(out->records, c->records + records_from, n * sizeof *out->records);
+    }
+    if (n * n_top > 0) {
+        memcpy(out->tops, c->tops + records_from * n_top, n * n_top * sizeof *out->tops);
+    }
+    return true;
+}
+
+/* ---- logprobs ----------------------------------------------------------------------------------- */
+
+static double finite_logprob(float logprob) { return logprob > -9999.0f ? (double)logprob : -9999.0; }
+
+static size_t bytes_of(const dt_api *api, int32_t token, char *out, size_t capacity) {
+    const size_t n = dt_token_bytes(api->model, token, true, out, capacity);
+    return n < capacity ? n : capacity;
+}
+
+/* A token as the completions API names it: its text, or bytes:\xNN... where that is no text. */
+static json_t *token_name(const dt_api *api, int32_t token) {
+    char bytes[256], name[16 + 4 * sizeof bytes];
+    const size_t n = bytes_of(api, token, bytes, sizeof bytes);
+    json_t *json = json_stringn(bytes, n); /* NULL where it is not UTF-8 */
+    if (json == NULL) {
+        size_t used = (size_t)snprintf(name, sizeof name, "bytes:");
+        for (size_t i = 0; i < n; i++) {
+            used += (size_t)snprintf(name + used, sizeof name - used, "\\x%02x", (unsigned)(unsigned char)bytes[i]);
+        }
+        json = json_string(name);
+    }
+    return json;
+}
+
+static json_t *chat_token(const dt_api *api, int32_t token, float logprob) {
+    char bytes[256];
+    const size_t n = bytes_of(api, token, bytes, sizeof bytes);
+    json_t *list = json_array();
+    for (size_t i = 0; i < n; i++) {
+        json_array_append_new(list, json_integer((unsigned char)bytes[i]));
+    }
+    return json_pack("{s:o,s:f,s:o}", "token", text_json(bytes, n), "logprob", finite_logprob(logprob), "bytes", list);
+}
+
+static json_t *chat_logprobs(const dt_api *api, const dt_job *job, const delta *d) {
+    json_t *content = json_array();
+    for (size_t i = 0; i < d->n_records; i++) {
+        json_t *entry = chat_token(api, d->records[i].token, d->records[i].logprob), *tops = json_array();
+        for (int32_t k = 0; k < job->n_top; k++) {
+            const dt_top *top = &d->tops[i * (size_t)job->n_top + (size_t)k];
+            if (top->token >= 0) {
+                json_array_append_new(tops, chat_token(api, top->token, top->logprob));
+            }
+        }
+        json_object_set_new(entry, "top_logprobs", tops);
+        json_array_append_new(content, entry);
+    }
+    return json_pack("{s:o}", "content", content);
+}
+
+typedef struct completion_logprobs {
+    json_t *tokens, *logprobs, *tops, *offsets;
+} completion_logprobs;
+
+static void add_completion_record(const dt_api *api, completion_logprobs *to, const dt_record *record, const dt_top *tops,
+                                  int32_t n_top, size_t offset) {
+    const bool known = !isnan(record->logprob);
+    json_array_append_new(to->tokens, token_name(api, record->token));
+    json_array_append_new(to->logprobs, known ? json_real(finite_logprob(record->logprob)) : json_null());
+    json_array_append_new(to->offsets, json_integer((json_int_t)offset));
+    json_t *object = known ? json_object() : json_null();
+    for (int32_t k = n_top - 1; known && k >= 0; k--) { /* tokens of equal names: the likeliest stays */
+        if (tops[k].token >= 0) {
+            json_t *name = token_name(api, tops[k].token);
+            json_object_set_new(object, json_string_value(name), json_real(finite_logprob(tops[k].logprob)));
+            json_decref(name);
+        }
+    }
+    json_array_append_new(to->tops, object);
+}
+
+/* prompt: with the prompt's tokens before those of the delta. offset: where the delta's text begins. */
+static json_t *completion_logprobs_json(const dt_api *api, const dt_job *job, const delta *d, bool prompt, size_t offset) {
+    completion_logprobs to = {json_array(), json_array(), json_array(), json_array()};
+    const size_t n_top = (size_t)job->n_top;
+    size_t at = 0;
+    for (size_t i = 0; prompt && i < job->n_prompt_records; i++) {
+        char bytes[256];
+        add_completion_record(api, &to, &job->prompt_records[i], job->prompt_tops + i * n_top, job->n_top, at);
+        at += bytes_of(api, job->prompt_records[i].token, bytes, sizeof bytes);
+    }
+    for (size_t i = 0, begin = d->text_from; i < d->n_records; i++) {
+        add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, offset + begin);
+        begin = d->records[i].text_end;
+    }
+    return json_pack("{s:o,s:o,s:o,s:o}", "tokens", to.tokens, "token_logprobs", to.logprobs, "top_logprobs", to.tops,
+                     "text_offset", to.offsets);
+}
+
+/* ---- whole answers ------------------------------------------------------------------------------ */
+
+static json_t *finish_json(dt_finish finish) {
+    return finish == DT_FINISH_NONE ? json_null() : json_string(finish == DT_FINISH_STOP ? "stop" : "length");
+}
+
+static json_t *usage_json(const dt_request *request) {
+    int64_t n_prompt = 0, n_generated = 0, n_cached = 0;
+    for (size_t i = 0; i < request->n_jobs; i++) {
+        const dt_job *job = request->jobs[i];
+        n_prompt += (int64_t)job->n_tokens;
+        n_cached += job->reused_tokens;
+        for (int32_t c = 0; c < job->n_choices; c++) {
+            n_generated += (int64_t)job->choices[c].n_records;
+        }
+    }
+    return json_pack("{s:I,s:I,s:I,s:{s:I}}", "prompt_tokens", (json_int_t)n_prompt, "completion_tokens", (json_int_t)n_generated,
+                     "total_tokens", (json_int_t)(n_prompt + n_generated), "prompt_tokens_details", "cached_tokens",
+                     (json_int_t)n_cached);
+}
+
+static json_t *head(const dt_api *api, const dt_request *request, bool chunk) {
+    const char *object = request->kind == DT_API_COMPLETION ? "text_completion"
+                         : chunk                            ? "chat.completion.chunk"
+                                                            : "chat.completion";
+    return json_pack("{s:s,s:s,s:I,s:s}", "id", request->id, "object", object, "created", (json_int_t)request->created, "model",
+                     api->name);
+}
+
+/* What was evicted, where something was: nothing is let go silently. */
+static void add_eviction(json_t *json, const dt_request *request) {
+    int64_t evicted = 0;
+    for (size_t i = 0; i < request->n_jobs; i++) {
+        evicted += request->jobs[i]->evicted_tokens;
+    }
+    const dt_eviction *eviction = request->jobs[0]->eviction;
+    if (eviction != NULL) {
+        json_object_set_new(json, "eviction",
+                            json_pack("{s:s,s:I}", "name", dt_eviction_name(eviction), "evicted_tokens", (json_int_t)evicted));
+    }
+}
+
+/* The prompt as text, for echo. */
+static char *prompt_text(const dt_api *api, const dt_job *job, size_t *out_n) {
+    char bytes[256];
+    size_t n = 0;
+    if (job->text != NULL) {
+        *out_n = job->n_text;
+        return strdup(job->text);
+    }
+    for (size_t i = 0; i < job->n_tokens; i++) {
+        n += bytes_of(api, job->tokens[i], bytes, sizeof bytes);
+    }
+    char *text = malloc(n + 1);
+    for (size_t i = 0, at = 0; text != NULL && i < job->n_tokens; i++) {
+        at += bytes_of(api, job->tokens[i], text + at, n - at);
+    }
+    *out_n = n;
+    return text;
+}
+
+static json_t *completion_choice(const dt_api *api, const dt_request *request, const dt_job *job, const delta *d, int index,
+                                 bool first) {
+    size_t n_echo = 0;
+    char *echo = request->echo && first ? prompt_text(api, job, &n_echo) : NULL;
+    char *text = malloc(n_echo + d->n_text + 1);
+    if (text == NULL) {
+        free(echo);
+        return NULL;
+    }
+    if (n_echo > 0 && echo != NULL) {
+        memcpy(text, echo, n_echo);
+    }
+    memcpy(text + n_echo, d->text, d->n_text);
+    json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, request->echo && first, n_echo) : json_null();
+    json_t *json = json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", text_json(text, n_echo + d->n_text), "logprobs", logprobs,
+                             "finish_reason", finish_json(d->finish));
+    free(echo);
+    free(text);
+    return json;
+}
+
+static json_t *chat_choice(const dt_api *api, const dt_job *job, const delta *d, int index) {
+    return json_pack("{s:i,s:{s:s,s:o},s:o,s:o}", "index", index, "message", "role", "assistant", "content",
+                     text_json(d->text, d->n_text), "logprobs", job->logprobs ? chat_logprobs(api, job, d) : json_null(),
+                     "finish_reason", finish_json(d->finish));
+}
+
+char *dt_api_answer(const dt_api *api, const dt_request *request) {
+    json_t *json = head(api, request, false), *choices = json_array();
+    bool good = true;
+    int index = 0;
+    for (size_t i = 0; good && i < request->n_jobs; i++) {
+        const dt_job *job = request->jobs[i];
+        for (int32_t c = 0; good && c < job->n_choices; c++, index++) {
+            delta d;
+            good = take_delta(job, c, 0, 0, request->kind == DT_API_COMPLETION, &d);
+            if (good) {
+                json_array_append_new(choices, request->kind == DT_API_CHAT
+                                                   ? chat_choice(api, job, &d, index)
+                                                   : completion_choice(api, request, job, &d, index, true));
+                free_delta(&d);
+            }
+        }
+    }
+    json_object_set_new(json, "choices", choices);
+    json_object_set_new(json, "usage", usage_json(request));
+    add_eviction(json, request);
+    if (request->tlc && request->jobs[0]->tlc_json != NULL) {
+        json_object_set_new(json, "tlc", json_loads(request->jobs[0]->tlc_json, 0, NULL));
+    }
+    if (!good) {
+        json_decref(json);
+        return NULL;
+    }
+    return dump(json);
+}
+
+char *dt_api_error(int status, const char *message) {
+    const char *type = status == 401   ? "authentication_error"
+                       : status == 404 ? "not_found_error"
+                       : status == 429 ? "rate_limit_error"
+                       : status < 500  ? "invalid_request_error"
+                                       : "server_error";
+    return dump(
+        json_pack("{s:{s:o,s:s,s:n,s:n}}", "error", "message", text_json(message, strlen(message)), "type", type, "param", "code"));
+}
+
+char *dt_api_models(const dt_api *api) {
+    const dt_model_info *info = dt_model_get_info(api->model);
+    return dump(json_pack("{s:s,s:[{s:s,s:s,s:i,s:s,s:{s:s,s:i,s:i,s:I,s:I,s:s}}]}", "object", "list", "data", "id", api->name,
+                          "object", "model", "created", 0, "owned_by", "local", "meta", "architecture", info->architecture,
+                          "n_ctx_train", (int)info->n_ctx_train, "n_vocab", (int)info->n_vocab, "n_params",
+                          (json_int_t)info->n_params, "size", (json_int_t)info->weight_bytes, "weight_type", info->weight_type));
+}
+
+char *dt_api_props(const dt_api *api) {
+    return dump(json_pack("{s:s,s:s,s:i,s:i,s:s,s:s,s:b,s:I,s:{s:b,s:s,s:b,s:[s,s,s,s]}}", "model", api->name, "version",
+                          DT_VERSION, "n_ctx", (int)api->n_ctx, "n_layers", (int)dt_model_get_info(api->model)->n_layers, "kv_type",
+                          api->kv_type, "prefill", api->prefill, "api_key", api->has_key, "max_tokens", (json_int_t)api->max_tokens,
+                          "eviction", "enabled", api->eviction != NULL, "name",
+                          api->eviction != NULL ? dt_eviction_name(api->eviction) : "off", "override", api->eviction_override,
+                          "presets", "chat", "docqa", "code", "summary"));
+}
+
+/* ---- tokens ------------------------------------------------------------------------------------- */
+
+static char *refuse_body(int status, const char *message, int *out_status) {
+    *out_status = status;
+    return dt_api_error(status, message);
+}
+
+static json_t *tokens_json(const dt_api *api, const json_t *body, dt_error *error) {
+    const json_t *content = json_object_get(body, "content");
+    content = content != NULL ? content : json_object_get(body, "prompt");
+    const json_t *special = json_object_get(body, "parse_special");
+    const bool add_special =
+        json_is_true(json_object_get(body, "add_special")) || json_is_true(json_object_get(body, "add_special_tokens"));
+    int32_t *tokens = NULL;
+    size_t n = 0;
+    if (dt_tokenize(api->model, json_string_value(content), json_string_length(content), add_special,
+                    special == NULL || json_is_true(special), &tokens, &n, error) != DT_OK) {
+        return NULL;
+    }
+    const bool pieces = json_is_true(json_object_get(body, "with_pieces"));
+    json_t *list = json_array();
+    for (size_t i = 0; i < n; i++) {
+        json_array_append_new(list, pieces ? json_pack("{s:i,s:o}", "id", (int)tokens[i], "piece", token_name(api, tokens[i]))
+                                           : json_integer(tokens[i]));
+    }
+    dt_free(tokens);
+    return json_pack("{s:o}", "tokens", list);
+}
+
+char *dt_api_tokenize(const dt_api *api, const char *body, size_t n, int *out_status) {
+    dt_error error = {0};
+    json_t *json = json_loadb(body, n, 0, NULL);
+    const json_t *content = json_object_get(json, "content");
+    if (!json_is_string(content != NULL ? content : json_object_get(json, "prompt"))) {
+        json_decref(json);
+        return refuse_body(400, "the body must be a JSON object with the text as \"content\"", out_status);
+    }
+    json_t *answer = tokens_json(api, json, &error);
+    json_decref(json);
+    if (answer == NULL) {
+        return refuse_body(dt_api_status_of(&error), error.message, out_status);
+    }
+    *out_status = 200;
+    return dump(answer);
+}
+
+char *dt_api_detokenize(const dt_api *api, const char *body, size_t n, int *out_status) {
+    json_t *json = json_loadb(body, n, 0, NULL), *list = json_object_get(json, "tokens");
+    const int32_t n_vocab = dt_model_get_info(api->model)->n_vocab;
+    const size_t n_tokens = json_array_size(list);
+    char *text = json_is_array(list) ? malloc(256 * n_tokens + 1) : NULL;
+    size_t used = 0;
+    bool good = text != NULL;
+    for (size_t i = 0; good && i < n_tokens; i++) {
+        const json_t *value = json_array_get(list, i);
+        const json_int_t token = json_is_integer(value) ? json_integer_value(value) : -1;
+        good = token >= 0 && token < n_vocab;
+        used += good ? bytes_of(api, (int32_t)token, text + used, 256) : 0;
+    }
+    json_t *content = good ? text_json(text, used) : NULL;
+    free(text);
+    json_decref(json);
+    if (content == NULL) {
+        return refuse_body(400, "the body must be a JSON object with a list of the model's tokens as \"tokens\"", out_status);
+    }
+    *out_status = 200;
+    return dump(json_pack("{s:O,s:o}", "content", content, "prompt", content));
+}
+
+/* What lm-evaluation-harness asks, so that it needs no tokenizer of its own. */
+char *dt_api_tokenizer_info(const dt_api *api) {
+    const int32_t n_vocab = dt_model_get_info(api->model)->n_vocab, start = dt_token_start(api->model);
+    int32_t end = 0;
+    while (end < n_vocab && !dt_token_is_end(api->model, end)) {
+        end++;
+    }
+    return dump(json_pack("{s:o,s:o,s:i}", "eos_token", end < n_vocab ? token_name(api, end) : json_null(), "bos_token",
+                          start >= 0 ? token_name(api, start) : json_null(), "vocab_size", (int)n_vocab));
+}
+
+/* ---- metrics ------------------------------------------------------------------------------------ */
+
+void dt_api_metrics(const dt_api *api, dt_text *text) {
+    dt_scheduler_stats s;
+    dt_conversations_stats c;
+    dt_scheduler_get_stats(api->scheduler, &s);
+    dt_conversations_get_stats(dt_scheduler_conversations(api->scheduler), &c);
+    dt_metric_add(text, "requests_total", "counter", "Prompts by outcome.", "{outcome=\"done\"}", (double)s.n_done);
+    dt_metric_add(text, "requests_total", "", NULL, "{outcome=\"failed\"}", (double)s.n_failed);
+    dt_metric_add(text, "requests_total", "", NULL, "{outcome=\"cancelled\"}", (double)s.n_cancelled);
+    dt_metric_add(text, "requests_total", "", NULL, "{outcome=\"refused\"}", (double)s.n_refused);
+    dt_metric_add(text, "requests_waiting", "gauge", "Prompts in the queue.", "", (double)s.n_waiting);
+    dt_metric_add(text, "replies_running", "gauge", "Replies being computed.", "", (double)s.n_running);
+    dt_metric_add(text, "prompt_tokens_total", "counter", "Tokens of prompts.", "", (double)s.prompt_tokens);
+    dt_metric_add(text, "reused_tokens_total", "counter", "Tokens of prompts that were found in the cache.", "",
+                  (double)c.reused_tokens);
+    dt_metric_add(text, "reuse_rate", "gauge", "Share of prompt tokens found in the cache.", "",
+                  c.prompt_tokens > 0 ? (double)c.reused_tokens / (double)c.prompt_tokens : 0);
+    dt_metric_add(text, "generated_tokens_total", "counter", "Tokens generated.", "", (double)s.generated_tokens);
+    dt_metric_add(text, "steps_total", "counter", "Batches computed.", "", (double)s.steps);
+    dt_metric_add(text, "eviction_rounds_total", "counter", "Eviction rounds.", "", (double)s.eviction_rounds);
+    dt_metric_add(text, "evicted_tokens_total", "counter", "Tokens evicted, summed over layers.", "", (double)s.evicted_tokens);
+    dt_metric_add(text, "kv_bytes", "gauge", "Bytes of KV cache by state; what conversations share counts in each.",
+                  "{state=\"active\"}", (double)c.active_bytes);
+    dt_metric_add(text, "kv_bytes", "", NULL, "{state=\"idle\"}", (double)c.idle_bytes);
+    dt_metric_add(text, "kv_bytes", "", NULL, "{state=\"disk\"}", (double)c.disk_bytes);
+    dt_metric_add(text, "kv_bytes_allocated", "gauge", "Bytes of KV cache in memory, shared ones once.", "",
+                  (double)s.group.kv_bytes);
+    dt_metric_add(text, "kv_bytes_peak", "gauge", "The most there were.", "", (double)s.group.kv_bytes_peak);
+    dt_metric_add(text, "conversations", "gauge", "Conversations by state.", "{state=\"active\"}", (double)c.n_active);
+    dt_metric_add(text, "conversations", "", NULL, "{state=\"idle\"}", (double)c.n_idle);
+    dt_metric_add(text, "conversations", "", NULL, "{state=\"disk\"}", (double)c.n_on_disk);
+    dt_metric_add(text, "conversation_starts_total", "counter", "How prompts began.", "{from=\"extended\"}", (double)c.n_extended);
+    dt_metric_add(text, "conversation_starts_total", "", NULL, "{from=\"forked\"}", (double)c.n_forked);
+    dt_metric_add(text, "conversation_starts_total", "", NULL, "{from=\"disk\"}", (double)c.n_loaded);
+    dt_metric_add(text, "conversation_starts_total", "", NULL, "{from=\"nothing\"}", (double)c.n_new);
+    dt_metric_add(text, "conversations_saved_total", "counter", "Idle conversations put on disk.", "", (double)c.n_saved);
+    dt_metric_add(text, "conversations_dropped_total", "counter", "Idle conversations given up.", "", (double)c.n_dropped);
+    dt_metric_add_histogram(text, "wait_seconds", "Time in the queue.", &s.wait);
+    dt_metric_add_histogram(text, "first_token_seconds", "From arrival to the first token.", &s.first_token);
+    dt_metric_add_histogram(text, "token_seconds", "Between the tokens of a reply.", &s.token);
+    dt_metric_add_histogram(text, "request_seconds", "From arrival to the last token.", &s.job);
+}
+
+/* ---- streams ------------------------------------------------------------------------------------ */
+
+typedef struct progress { /* of a choice */
+    size_t n_text, n_records;
+    bool begun, finished;
+} progress;
+
+struct dt_stream {
+    const dt_api *api;
+    const dt_request *request;
+    progress *sent; /* [n_jobs][n_choices] */
+    int64_t *n_tlc; /* [n_jobs] */
+};
+
+dt_stream *dt_stream_new(const dt_api *api, const dt_request *request) {
+    dt_stream *stream = calloc(1, sizeof *stream);
+    if (stream != NULL) {
+        stream->api = api;
+        stream->request = request;
+        stream->sent = calloc(request->n_jobs * (size_t)request->jobs[0]->n_choices, sizeof *stream->sent);
+        stream->n_tlc = calloc(request->n_jobs, sizeof *stream->n_tlc);
+    }
+    if (stream != NULL && (stream->sent == NULL || stream->n_tlc == NULL)) {
+        dt_stream_free(stream);
+        stream = NULL;
+    }
+    return stream;
+}
+
+void dt_stream_free(dt_stream *stream) {
+    if (stream != NULL) {
+        free(stream->sent);
+        free(stream->n_tlc);
+        free(stream);
+    }
+}
+
+static void add_event(dt_text *out, json_t *json) {
+    char *text = dump(json);
+    if (text == NULL) {
+        out->out_of_memory = true;
+        return;
+    }
+    dt_text_add(out, "data: %s\n\n", text);
+    free(text);
+}
+
+static void add_chunk(const dt_stream *stream, dt_text *out, json_t *choice) {
+    json_t *json = head(stream->api, stream->request, true);
+    json_object_set_new(json, "choices", choice != NULL ? json_pack("[o]", choice) : json_array());
+    if (stream->request->include_usage) {
+        json_object_set_new(json, "usage", choice != NULL ? json_null() : usage_json(stream->request));
+    }
+    if (choice == NULL) {
+        add_eviction(json, stream->request);
+    }
+    add_event(out, json);
+}
+
+static void add_chat_delta(const dt_stream *stream, dt_text *out, const dt_job *job, const delta *d, int index, progress *sent) {
+    if (!sent->begun) {
+        add_chunk(stream, out,
+                  json_pack("{s:i,s:{s:s,s:s},s:n,s:n}", "index", index, "delta", "role", "assistant", "content", "", "logprobs",
+                            "finish_reason"));
+        sent->begun = true;
+    }
+    if (d->n_text > 0 || d->n_records > 0) {
+        add_chunk(stream, out,
+                  json_pack("{s:i,s:{s:o},s:o,s:n}", "index", index, "delta", "content", text_json(d->text, d->n_text), "logprobs",
+                            job->logprobs ? chat_logprobs(stream->api, job, d) : json_null(), "finish_reason"));
+    }
+    if (d->finish != DT_FINISH_NONE && d->finish != DT_FINISH_ERROR) {
+        add_chunk(stream, out,
+                  json_pack("{s:i,s:{},s:n,s:o}", "index", index, "delta", "logprobs", "finish_reason", finish_json(d->finish)));
+    }
+}
+
+static void add_completion_delta(const dt_stream *stream, dt_text *out, const dt_job *job, const delta *d, int index,
+                                 progress *sent) {
+    const bool waiting = job->score && job->n_prompt_records < job->n_tokens;
+    if (d->finish == DT_FINISH_ERROR || waiting || (d->n_text == 0 && d->n_records == 0 && d->finish == DT_FINISH_NONE)) {
+        return;
+    }
+    json_t *choice = completion_choice(stream->api, stream->request, job, d, index, !sent->begun);
+    sent->begun = true;
+    if (choice != NULL) {
+        add_chunk(stream, out, choice);
+    }
+}
+
+/* What is new of one choice. True: there will be no more. */
+static bool add_choice(dt_stream *stream, dt_text *out, dt_job *job, int32_t c, int index, progress *sent) {
+    delta d;
+    if (sent->finished) {
+        return true;
+    }
+    pthread_mutex_lock(&job->lock);
+    const bool taken = take_delta(job, c, sent->n_text, sent->n_records, stream->request->kind == DT_API_COMPLETION, &d);
+    pthread_mutex_unlock(&job->lock);
+    if (!taken) {
+        out->out_of_memory = true;
+        return false;
+    }
+    (stream->request->kind == DT_API_CHAT ? add_chat_delta : add_completion_delta)(stream, out, job, &d, index, sent);
+    sent->n_text += d.n_text;
+    sent->n_records += d.n_records;
+    sent->finished = d.finish != DT_FINISH_NONE;
+    free_delta(&d);
+    return sent->finished;
+}
+
+static void add_tlc(dt_stream *stream, dt_text *out, dt_job *job, size_t i) {
+    char *text = NULL;
+    pthread_mutex_lock(&job->lock);
+    if (job->n_tlc > stream->n_tlc[i]) {
+        stream->n_tlc[i] = job->n_tlc;
+        text = strdup(job->tlc_json);
+    }
+    pthread_mutex_unlock(&job->lock);
+    if (text != NULL) {
+        dt_text_add(out, "event: tlc\ndata: %s\n\n", text);
+        free(text);
+    }
+}
+
+/* Nothing of a job is shown before it runs: until then it may still be refused as a whole. */
+static dt_job_state state_of(dt_job *job) {
+    pthread_mutex_lock(&job->lock);
+    const dt_job_state state = job->state;
+    pthread_mutex_unlock(&job->lock);
+    return state;
+}
+
+bool dt_stream_next(dt_stream *stream, dt_text *out) {
+    const dt_request *request = stream->request;
+    bool all = true;
+    int index = 0;
+    for (size_t i = 0; i < request->n_jobs; i++) {
+        dt_job *job = request->jobs[i];
+        const dt_job_state state = state_of(job); /* before the rest: a job that is done has nothing new after this look */
+        if (state == DT_JOB_WAITING) {
+            index += job->n_choices;
+            all = false;
+            continue;
+        }
+        if (request->tlc) {
+            add_tlc(stream, out, job, i);
+        }
+        for (int32_t c = 0; c < job->n_choices; c++, index++) {
+            add_choice(stream, out, job, c, index, &stream->sent[index]);
+        }
+        all = all && state == DT_JOB_DONE;
+    }
+    if (!all) {
+        return false;
+    }
+    const dt_error *error = dt_request_error(request);
+    if (error != NULL) {
+        char *text = dt_api_error(dt_api_status_of(error), error->message);
+        dt_text_add(out, "data: %s\n\n", text != NULL ? text : "{}");
+        free(text);
+        return true;
+    }
+    if (request->include_usage) {
+        add_chunk(stream, out, NULL);
+    }
+    dt_text_add(out, "data: [DONE]\n\n");
+    return true;
+}

@@ -1,0 +1,518 @@
+/*
+ * ./deeptutor-batch: many prompts from a file or a folder, many at once, each result a line in the output as soon as it is there.
+ *
+ * This thread reads rows, hands them to the scheduler (scheduler.h) and writes lines; a few rows more than are computed at once are
+ * underway, so that none is waited for. What the first rows have in common at their beginning is computed once, before them.
+ *
+ * Exit code 0: every row has its line, good or bad; 1: the run failed or was interrupted, and the same command goes on; 2: bad usage.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "api.h"
+#include "batch_input.h"
+#include "report.h"
+#include "run.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define SHARED_MIN 16 /* tokens that rows must have in common to compute them apart */
+
+typedef struct batch_options {
+    dt_shared_options shared; /* first: the shared tables' offsets */
+    const char *input, *output, *each, *chat_template;
+    int64_t n_parallel, max_tokens;
+    bool chat;
+} batch_options;
+
+#define AT(member) offsetof(batch_options, member)
+
+static const dt_option batch_rows[] = {
+    {"-i, --input", "F", DT_OPTION_TEXT, AT(input), 0, 0,
+     "jobs, one JSON object a line: OpenAI's {custom_id, url, body} or {id, prompt} or {id, messages}; or, with --each, a folder"},
+    {"-o, --output", "F", DT_OPTION_TEXT, AT(output), 0, 0, "results, a line each; the same command goes on where one was stopped"},
+    {"--each", "S", DT_OPTION_TEXT, AT(each), 0, 0,
+     "what to do with each text of the folder, {text} = the text: \"Summarize: {text}\""},
+    {"-no-cnv, --no-cnv, --no-conversation", NULL, DT_OPTION_OFF, AT(chat), 0, 0,
+     "--each is a text to go on from, not a message in the model's chat template"},
+    {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
+    {"-n, --max-tokens", "N", DT_OPTION_INT, AT(max_tokens), 1, INT32_MAX, "length of a reply where the row gives none (1024)"},
+    {"-np, --parallel", "N", DT_OPTION_INT, AT(n_parallel), 1, 256, "replies computed at once, as far as --kv-memory allows (8)"},
+};
+
+static const dt_option_group batch_group = {"Jobs; --kv-memory limits all caches together (half of the memory)", batch_rows,
+                                            sizeof batch_rows / sizeof batch_rows[0]};
+static const dt_option_group *const groups[] = {&batch_group, &dt_model_options, &dt_eviction_options, &dt_sampling_options,
+                                                &dt_output_options};
+#define N_GROUPS (sizeof groups / sizeof groups[0])
+
+typedef struct work { /* a row underway */
+    dt_batch_row row;
+    dt_request request;
+    bool submitted;
+} work;
+
+typedef struct batch {
+    const batch_options *options;
+    dt_api api;
+    dt_batch_input *input;
+    dt_batch_output *output;
+    work *underway; /* [n_underway] of n_most */
+    size_t n_underway, n_most;
+    bool at_end, warmed;
+    pthread_mutex_t lock;
+    pthread_cond_t news;
+    bool woken;
+    /* counts */
+    int64_t n_before, n_good, n_bad, prompt_tokens, reused_tokens, generated_tokens, evicted_tokens;
+    double started;
+} batch;
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* ---- waiting ------------------------------------------------------------------------------------ */
+
+static void wake(void *user) {
+    batch *b = user;
+    pthread_mutex_lock(&b->lock);
+    b->woken = true;
+    pthread_cond_signal(&b->news);
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* Until something came of a job, or a moment is over: signals and the bar want attention. */
+static void wait_for_news(batch *b) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 200 * 1000 * 1000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_mutex_lock(&b->lock);
+    if (!b->woken) {
+        pthread_cond_timedwait(&b->news, &b->lock, &until);
+    }
+    b->woken = false;
+    pthread_mutex_unlock(&b->lock);
+}
+
+static bool is_done(const dt_request *request) {
+    for (size_t i = 0; i < request->n_jobs; i++) {
+        pthread_mutex_lock(&request->jobs[i]->lock);
+        const bool done = request->jobs[i]->state == DT_JOB_DONE;
+        pthread_mutex_unlock(&request->jobs[i]->lock);
+        if (!done) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- lines -------------------------------------------------------------------------------------- */
+
+static json_t *id_json(const dt_batch_row *row) { return row->id != NULL ? json_incref(row->id) : json_null(); }
+
+static json_t *error_line(const dt_batch_row *row, int status, const char *message) {
+    json_t *text = json_string(message); /* NULL where it quotes something that is no UTF-8 */
+    text = text != NULL ? text : json_string("the row can't be used");
+    if (row->form == DT_BATCH_SHORT) {
+        return json_pack("{s:o,s:o}", "id", id_json(row), "error", text);
+    }
+    char code[16];
+    snprintf(code, sizeof code, "%d", status);
+    return json_pack("{s:o,s:n,s:{s:s,s:o}}", "custom_id", id_json(row), "response", "error", "code", code, "message", text);
+}
+
+/* The short form's answer: the text, or a list of them. */
+static json_t *short_line(const dt_batch_row *row, const json_t *body) {
+    const json_t *choices = json_object_get(body, "choices");
+    json_t *texts = json_array();
+    for (size_t i = 0; i < json_array_size(choices); i++) {
+        const json_t *choice = json_array_get(choices, i);
+        json_t *text = row->chat ? json_object_get(json_object_get(choice, "message"), "content") : json_object_get(choice, "text");
+        json_array_append(texts, text);
+    }
+    json_t *text = json_array_size(texts) == 1 ? json_incref(json_array_get(texts, 0)) : json_incref(texts);
+    json_decref(texts);
+    return json_pack("{s:o,s:o,s:O,s:O}", "id", id_json(row), "text", text, "finish_reason",
+                     json_object_get(json_array_get(choices, 0), "finish_reason"), "usage", json_object_get(body, "usage"));
+}
+
+static json_t *answer_line(const batch *b, const work *w) {
+    char *text = dt_api_answer(&b->api, &w->request);
+    json_t *body = text != NULL ? json_loads(text, 0, NULL) : NULL, *line = NULL;
+    if (body != NULL && w->row.form == DT_BATCH_SHORT) {
+        line = short_line(&w->row, body);
+    } else if (body != NULL) {
+        line = json_pack("{s:s,s:o,s:{s:i,s:s,s:O},s:n}", "id", w->request.id, "custom_id", id_json(&w->row), "response",
+                         "status_code", 200, "request_id", w->request.id, "body", body, "error");
+    }
+    json_decref(body);
+    free(text);
+    return line;
+}
+
+static dt_status write_refusal(batch *b, const dt_batch_row *row, int status, const char *message, dt_error *error) {
+    b->n_bad++;
+    return dt_batch_output_write(b->output, row, error_line(row, status, message), error);
+}
+
+static void count(batch *b, const dt_request *request) {
+    for (size_t i = 0; i < request->n_jobs; i++) {
+        const dt_job *job = request->jobs[i];
+        b->prompt_tokens += (int64_t)job->n_tokens;
+        b->reused_tokens += job->reused_tokens;
+        b->evicted_tokens += job->evicted_tokens;
+        for (int32_t c = 0; c < job->n_choices; c++) {
+            b->generated_tokens += (int64_t)job->choices[c].n_records;
+        }
+    }
+}
+
+static dt_status write_result(batch *b, const work *w, dt_error *error) {
+    const dt_error *failed = dt_request_error(&w->request);
+    if (failed != NULL && failed->code == DT_ERR_CANCELLED) {
+        return DT_OK; /* its line comes when the run goes on */
+    }
+    count(b, &w->request);
+    if (failed != NULL) {
+        return write_refusal(b, &w->row, dt_api_status_of(failed), failed->message, error);
+    }
+    b->n_good++;
+    return dt_batch_output_write(b->output, &w->row, answer_line(b, w), error);
+}
+
+/* ---- rows --------------------------------------------------------------------------------------- */
+
+static void free_work(work *w) {
+    dt_batch_row_free(&w->row);
+    dt_request_free(&w->request);
+}
+
+/* Reads rows until one is to be computed: the new last of underway. */
+static dt_status take_row(batch *b, dt_error *error) {
+    work *w = &b->underway[b->n_underway];
+    while (!b->at_end) {
+        *w = (work){.submitted = false};
+        if (!dt_batch_input_next(b->input, &w->row)) {
+            b->at_end = true;
+            return DT_OK;
+        }
+        bool has = false;
+        dt_error why = {0};
+        dt_status status = dt_batch_output_has(b->output, &w->row, &has, error);
+        if (status == DT_OK && has) {
+            b->n_before++;
+        } else if (status == DT_OK && w->row.body == NULL) {
+            status = write_refusal(b, &w->row, 400, w->row.error, error);
+        } else if (status == DT_OK) {
+            const int code =
+                dt_api_read_json(&b->api, w->row.chat ? DT_API_CHAT : DT_API_COMPLETION, w->row.body, &w->request, &why);
+            json_decref(w->row.body); /* the jobs know all of it */
+            w->row.body = NULL;
+            if (code == 200) {
+                b->n_underway++;
+                return DT_OK;
+            }
+            status = write_refusal(b, &w->row, code, why.message, error);
+        }
+        free_work(w);
+        if (status != DT_OK) {
+            return status;
+        }
+    }
+    return DT_OK;
+}
+
+static void submit(batch *b, work *w) {
+    for (size_t i = 0; i < w->request.n_jobs; i++) {
+        w->request.jobs[i]->wake = wake;
+        w->request.jobs[i]->wake_user = b;
+    }
+    w->submitted = dt_scheduler_submit(b->api.scheduler, w->request.jobs, w->request.n_jobs) == DT_SUBMITTED;
+}
+
+static dt_status write_done(batch *b, dt_error *error) {
+    dt_status status = DT_OK;
+    size_t n = 0;
+    for (size_t i = 0; i < b->n_underway; i++) {
+        work *w = &b->underway[i];
+        if (status == DT_OK && w->submitted && is_done(&w->request)) {
+            status = write_result(b, w, error);
+            free_work(w);
+        } else {
+            b->underway[n++] = *w;
+        }
+    }
+    b->n_underway = n;
+    return status;
+}
+
+/* ---- the common beginning ----------------------------------------------------------------------- */
+
+/* What two rows have in common, computed once and kept for all that begin so. */
+static dt_status compute_shared(batch *b, dt_error *error) {
+    b->warmed = true;
+    if (b->n_underway < 2) {
+        return DT_OK;
+    }
+    const dt_job *first = b->underway[0].request.jobs[0], *second = b->underway[1].request.jobs[0];
+    size_t n = 0;
+    while (n + 1 < first->n_tokens && n + 1 < second->n_tokens && first->tokens[n] == second->tokens[n]) {
+        n++;
+    }
+    if (n < SHARED_MIN || strcmp(first->eviction_key, second->eviction_key) != 0) {
+        return DT_OK;
+    }
+    dt_job *job = dt_job_new();
+    dt_sampler_params plain = dt_sampler_default_params();
+    if (job == NULL || (job->tokens = malloc(n * sizeof *job->tokens)) == NULL ||
+        (job->eviction_key = strdup(first->eviction_key)) == NULL ||
+        dt_sampler_new(b->api.model, &plain, &job->choices[0].sampler, error) != DT_OK) {
+        dt_job_free(job);
+        return DT_OK; /* it goes without */
+    }
+    memcpy(job->tokens, first->tokens, n * sizeof *job->tokens);
+    job->n_tokens = n;
+    job->n_choices = 1;
+    job->eviction = first->eviction;
+    job->keep = job->pin = true;
+    work shared = {.request = {.jobs = &job, .n_jobs = 1}};
+    submit(b, &shared);
+    while (shared.submitted && !is_done(&shared.request) && !dt_interrupted) {
+        wait_for_news(b);
+    }
+    if (shared.submitted && !is_done(&shared.request)) {
+        dt_scheduler_cancel(b->api.scheduler, job);
+        while (!is_done(&shared.request)) {
+            wait_for_news(b);
+        }
+    }
+    dt_report(DT_LOG_DEBUG, "batch: the rows begin with %zu tokens in common", n);
+    dt_job_free(job);
+    return DT_OK;
+}
+
+/* ---- the run ------------------------------------------------------------------------------------ */
+
+static void format_time(double seconds, char out[32]) {
+    const int64_t s = (int64_t)(seconds + 0.5);
+    if (s >= 3600) {
+        snprintf(out, 32, "%lldh%02lldm", (long long)(s / 3600), (long long)(s / 60 % 60));
+    } else {
+        snprintf(out, 32, "%lldm%02llds", (long long)(s / 60), (long long)(s % 60));
+    }
+}
+
+static void show_progress(const batch *b) {
+    char line[160], left[32] = "?";
+    const int64_t all = dt_batch_input_rows(b->input), here = b->n_good + b->n_bad, done = b->n_before + here;
+    const double seconds = seconds_now() - b->started;
+    dt_scheduler_stats stats;
+    dt_scheduler_get_stats(b->api.scheduler, &stats);
+    if (here > 0) {
+        format_time(seconds / (double)here * (double)(all - done), left);
+    }
+    snprintf(line, sizeof line, "%lld/%lld rows  %lld %%  %.0f tokens/s  KV %.0f MiB  %s left", (long long)done, (long long)all,
+             (long long)(all > 0 ? 100 * done / all : 100), (double)(stats.computed_tokens) / (seconds > 0 ? seconds : 1),
+             (double)stats.group.kv_bytes / 1048576, left);
+    dt_report_bar(line);
+}
+
+static void summarize(const batch *b) {
+    const double seconds = seconds_now() - b->started;
+    char time[32];
+    format_time(seconds, time);
+    dt_report_progress_end();
+    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed, %lld done before",
+              (long long)(b->n_good + b->n_bad), (long long)b->n_bad, (long long)b->n_before);
+    dt_report(DT_LOG_INFO, "batch: %lld tokens read (%lld shared), %lld written, %lld evicted, %s, %.1f tokens/s",
+              (long long)b->prompt_tokens, (long long)b->reused_tokens, (long long)b->generated_tokens,
+              (long long)b->evicted_tokens, time,
+              (double)(b->prompt_tokens - b->reused_tokens + b->generated_tokens) / (seconds > 0 ? seconds : 1));
+}
+
+static dt_status run_rows(batch *b, dt_error *error) {
+    dt_status status = DT_OK;
+    while (status == DT_OK && !dt_interrupted && !(b->at_end && b->n_underway == 0)) {
+        while (status == DT_OK && !b->at_end && b->n_underway < b->n_most) {
+            status = take_row(b, error);
+        }
+        if (status == DT_OK && !b->warmed) {
+            status = compute_shared(b, error);
+        }
+        for (size_t i = 0; i < b->n_underway; i++) {
+            if (!b->underway[i].submitted) {
+                submit(b, &b->underway[i]);
+            }
+        }
+        if (status == DT_OK) {
+            status = write_done(b, error);
+        }
+        if (status == DT_OK && b->n_underway > 0 && (b->at_end || b->n_underway == b->n_most)) {
+            wait_for_news(b);
+        }
+        show_progress(b);
+    }
+    return status;
+}
+
+/* The scheduler stops, and what was done by then gets its line. */
+static int finish(batch *b, dt_status status, dt_error *error) {
+    dt_scheduler_stop(b->api.scheduler, 0);
+    if (status == DT_OK) {
+        status = write_done(b, error);
+    }
+    for (size_t i = 0; i < b->n_underway; i++) {
+        free_work(&b->underway[i]);
+    }
+    summarize(b);
+    if (status != DT_OK) {
+        dt_report(DT_LOG_ERROR, "%s", error->message);
+        return error->code == DT_ERR_ARGUMENT ? 2 : 1;
+    }
+    if (dt_interrupted) {
+        dt_report(DT_LOG_INFO, "interrupted; the same command goes on");
+        return 1;
+    }
+    return 0;
+}
+
+static int fail(const dt_error *error, bool setting_up) {
+    dt_report(DT_LOG_ERROR, "%s", error->message);
+    const dt_status s = error->code;
+    return setting_up && (s == DT_ERR_ARGUMENT || s == DT_ERR_CONFIG || s == DT_ERR_IO || s == DT_ERR_LIMIT) ? 2 : 1;
+}
+
+static uint64_t half_of_memory(void) {
+    const long pages = sysconf(_SC_PHYS_PAGES), bytes = sysconf(_SC_PAGESIZE);
+    return pages > 0 && bytes > 0 ? (uint64_t)pages * (uint64_t)bytes / 2 : (uint64_t)2 << 30;
+}
+
+static dt_status begin(const batch_options *o, const dt_model *model, const char *grammar, batch *b, dt_eviction **out_eviction,
+                       dt_error *error) {
+    dt_scheduler_params params = {.model = model, .n_parallel = (int32_t)o->n_parallel, .n_idle_max = 16};
+    dt_shared_options_session(&o->shared, &params.session);
+    dt_shared_options_sampler(&o->shared, grammar, &b->api.sampling);
+    params.session.kv_memory = o->shared.kv_memory > 0 ? params.session.kv_memory : half_of_memory();
+    b->n_most = (size_t)o->n_parallel + 2;
+    params.n_queue = (int32_t)b->n_most * 64;
+    b->underway = calloc(b->n_most + 1, sizeof *b->underway);
+    pthread_mutex_init(&b->lock, NULL);
+    pthread_cond_init(&b->news, NULL);
+    dt_status status = dt_shared_options_eviction(&o->shared, model, out_eviction, error);
+    if (status == DT_OK) {
+        b->api.eviction = *out_eviction;
+        b->api.eviction_key = dt_api_eviction_key(*out_eviction, "");
+        if (b->api.eviction_key == NULL || b->underway == NULL) {
+            snprintf(error->message, sizeof error->message, "out of memory for the jobs");
+            status = error->code = DT_ERR_MEMORY;
+        }
+    }
+    return status == DT_OK ? dt_scheduler_new(&params, &b->api.scheduler, error) : status;
+}
+
+static int with_model(const batch_options *o, const dt_model *model, const char *grammar, dt_batch_input *input,
+                      dt_batch_output *output) {
+    dt_error error = {0};
+    dt_eviction *eviction = NULL;
+    batch b = {.options = o, .input = input, .output = output, .started = seconds_now()};
+    const char *slash = strrchr(o->shared.model, '/');
+    b.api = (dt_api){.model = model,
+                     .name = slash != NULL ? slash + 1 : o->shared.model,
+                     .path = o->shared.model,
+                     .chat_template = o->chat_template,
+                     .max_tokens = o->max_tokens,
+                     .n_choices_max = (int32_t)(o->n_parallel < DT_JOB_CHOICES_MAX ? o->n_parallel : DT_JOB_CHOICES_MAX),
+                     .n_prompts_max = 64,
+                     .eviction_override = true};
+    dt_status status = begin(o, model, grammar, &b, &eviction, &error);
+    int exit_code;
+    if (status == DT_OK) {
+        status = run_rows(&b, &error);
+        exit_code = finish(&b, status, &error);
+    } else {
+        exit_code = fail(&error, true);
+    }
+    dt_scheduler_free(b.api.scheduler);
+    dt_eviction_free(eviction);
+    free((char *)b.api.eviction_key);
+    free(b.underway);
+    pthread_mutex_destroy(&b.lock);
+    pthread_cond_destroy(&b.news);
+    return exit_code;
+}
+
+static int run_all(const batch_options *o) {
+    dt_error error = {0};
+    dt_model *model = NULL;
+    dt_batch_input *input = NULL;
+    dt_batch_output *output = NULL;
+    char *grammar = NULL;
+    size_t n = 0;
+    dt_status status = o->shared.grammar_file != NULL ? dt_read_file(o->shared.grammar_file, &grammar, &n, &error) : DT_OK;
+    if (status == DT_OK) {
+        status = dt_batch_input_open(o->input, o->each, o->chat, &input, &error);
+    }
+    if (status == DT_OK) {
+        status = dt_batch_output_open(o->output, o->input, &output, &error);
+    }
+    int exit_code;
+    if (status != DT_OK) {
+        exit_code = fail(&error, true);
+    } else if (dt_model_open(o->shared.model, NULL, &model, &error) != DT_OK) {
+        exit_code = fail(&error, false);
+    } else if (!dt_model_get_info(model)->has_tokenizer) {
+        dt_report(DT_LOG_ERROR, "%s has no tokenizer, so it can't read a text; use a GGUF file that contains one", o->shared.model);
+        exit_code = 1;
+    } else {
+        exit_code = with_model(o, model, grammar, input, output);
+    }
+    dt_model_close(model);
+    dt_batch_input_close(input);
+    dt_batch_output_close(output);
+    free(grammar);
+    return exit_code;
+}
+
+static bool check(const batch_options *o, char *message, size_t capacity) {
+    const char *wrong = o->input == NULL ? "no jobs were named; give them with -i FILE, or -i FOLDER --each \"Summarize: {text}\""
+                        : o->output == NULL ? "no place for the results was named; give one with -o FILE"
+                        : o->each != NULL && strstr(o->each, "{text}") == NULL ? "--each needs {text} where the text is to be put"
+                                                                               : NULL;
+    if (wrong != NULL) {
+        snprintf(message, capacity, "%s", wrong);
+        return false;
+    }
+    return dt_shared_options_check(&o->shared, message, capacity);
+}
+
+int main(int argc, char **argv) {
+    char message[512];
+    batch_options o = {.n_parallel = 8, .max_tokens = 1024, .chat = true};
+    dt_shared_options_init(&o.shared);
+    dt_run_signals();
+    const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
+    if (o.shared.help || argc < 2) {
+        fprintf(o.shared.help ? stdout : stderr, "usage: deeptutor-batch -m FILE -i JOBS -o RESULTS [flags]\n");
+    }
+    if (o.shared.help) {
+        dt_options_help(stdout, groups, N_GROUPS);
+        return 0;
+    }
+    if (o.shared.version) {
+        printf("DeepTutor %s\n", DT_VERSION);
+        return 0;
+    }
+    if (!parsed || !check(&o, message, sizeof message)) {
+        fprintf(stderr, "error: %s\n", message);
+        return 2;
+    }
+    dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
+    return run_all(&o);
+}

@@ -1,0 +1,437 @@
+/*
+ * Rows in, lines out. See batch_input.h.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "batch_input.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define ROW_BYTES_MAX ((size_t)64 << 20)
+#define PATH_BYTES 4096
+
+static dt_status fail(dt_error *error, dt_status code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+static dt_status fail(dt_error *error, dt_status code, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error->message, sizeof error->message, format, arguments);
+    va_end(arguments);
+    return error->code = code;
+}
+
+static dt_status no_memory(dt_error *error) { return fail(error, DT_ERR_MEMORY, "out of memory for the jobs"); }
+
+/* ---- input -------------------------------------------------------------------------------------- */
+
+struct dt_batch_input {
+    const char *path, *each;
+    bool chat;
+    int64_t n_rows, number;
+    FILE *file; /* NULL: a folder */
+    char *line;
+    size_t line_capacity;
+    char **names; /* [n_names] of the folder's files, sorted */
+    size_t n_names;
+    json_t *seen; /* id -> its row's number */
+};
+
+static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+static dt_status list_folder(dt_batch_input *in, dt_error *error) {
+    DIR *folder = opendir(in->path);
+    char path[PATH_BYTES];
+    struct stat info;
+    if (folder == NULL) {
+        return fail(error, DT_ERR_IO, "%s can't be read: %s", in->path, strerror(errno));
+    }
+    bool good = true;
+    for (const struct dirent *entry; good && (entry = readdir(folder)) != NULL;) {
+        const int n = snprintf(path, sizeof path, "%s/%s", in->path, entry->d_name);
+        if (entry->d_name[0] == '.' || n >= (int)sizeof path || stat(path, &info) != 0 || !S_ISREG(info.st_mode)) {
+            continue;
+        }
+        char **grown = realloc(in->names, (in->n_names + 1) * sizeof(char *));
+        in->names = grown != NULL ? grown : in->names;
+        good = grown != NULL && (in->names[in->n_names] = strdup(entry->d_name)) != NULL;
+        in->n_names += good ? 1 : 0;
+    }
+    closedir(folder);
+    if (in->n_names > 0) {
+        qsort(in->names, in->n_names, sizeof(char *), compare_names);
+    }
+    in->n_rows = (int64_t)in->n_names;
+    return good ? DT_OK : no_memory(error);
+}
+
+/* Reads a line without its end into in->line. -1 at the end of the file. A line that is too long is read over: *out_long. */
+static ssize_t read_line(dt_batch_input *in, bool *out_long) {
+    ssize_t n = getline(&in->line, &in->line_capacity, in->file);
+    while (n > 0 && (in->line[n - 1] == '\n' || in->line[n - 1] == '\r')) {
+        n--;
+    }
+    *out_long = n > (ssize_t)ROW_BYTES_MAX;
+    return n;
+}
+
+static bool is_blank(const char *text, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        if (strchr(" \t\r\n", text[i]) == NULL || text[i] == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static dt_status count_lines(dt_batch_input *in, dt_error *error) {
+    bool is_long;
+    for (ssize_t n; (n = read_line(in, &is_long)) >= 0;) {
+        in->n_rows += is_blank(in->line, (size_t)n) ? 0 : 1;
+    }
+    if (ferror(in->file) || fseek(in->file, 0, SEEK_SET) != 0) {
+        return fail(error, DT_ERR_IO, "%s can't be read twice: %s; give a regular file", in->path, strerror(errno));
+    }
+    return DT_OK;
+}
+
+dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_batch_input **out, dt_error *error) {
+    struct stat info;
+    if (stat(path, &info) != 0) {
+        return fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
+    }
+    if (S_ISDIR(info.st_mode) != (each != NULL)) {
+        return fail(error, DT_ERR_ARGUMENT,
+                    each != NULL ? "--each is for a folder of texts; %s is a file"
+                                 : "%s is a folder; say what to do with each of its texts: --each \"Summarize: {text}\"",
+                    path);
+    }
+    dt_batch_input *in = calloc(1, sizeof *in);
+    if (in == NULL) {
+        return no_memory(error);
+    }
+    *in = (dt_batch_input){.path = path, .each = each, .chat = chat, .seen = json_object()};
+    dt_status status;
+    if (each != NULL) {
+        status = list_folder(in, error);
+    } else if ((in->file = fopen(path, "rb")) == NULL) {
+        status = fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
+    } else {
+        status = count_lines(in, error);
+    }
+    if (status != DT_OK) {
+        dt_batch_input_close(in);
+        return status;
+    }
+    *out = in;
+    return DT_OK;
+}
+
+void dt_batch_input_close(dt_batch_input *in) {
+    if (in == NULL) {
+        return;
+    }
+    if (in->file != NULL) {
+        fclose(in->file);
+    }
+    for (size_t i = 0; i < in->n_names; i++) {
+        free(in->names[i]);
+    }
+    free(in->names);
+    free(in->line);
+    json_decref(in->seen);
+    free(in);
+}
+
+int64_t dt_batch_input_rows(const dt_batch_input *input) { return input->n_rows; }
+
+static void refuse(dt_batch_row *row, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void refuse(dt_batch_row *row, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(row->error, sizeof row->error, format, arguments);
+    va_end(arguments);
+    json_decref(row->body);
+    row->body = NULL;
+}
+
+/* {"custom_id", "method", "url", "body"} */
+static void read_openai(dt_batch_row *row, json_t *object) {
+    const char *url = json_string_value(json_object_get(object, "url"));
+    json_t *body = json_object_get(object, "body");
+    row->form = DT_BATCH_OPENAI;
+    row->id = json_incref(json_object_get(object, "custom_id"));
+    row->body = json_incref(body);
+    row->chat = url == NULL || strcmp(url, "/v1/chat/completions") == 0;
+    if (!json_is_object(body)) {
+        refuse(row, "the row has no body");
+    } else if (!row->chat && strcmp(url, "/v1/completions") != 0) {
+        refuse(row, "url must be /v1/chat/completions or /v1/completions, not %.100s", url);
+    } else if (!json_is_string(row->id)) {
+        refuse(row, "custom_id is missing, or no string");
+    }
+}
+
+/* {"id", "prompt" or "messages", what else a body may hold} */
+static void read_short(dt_batch_row *row, json_t *object) {
+    row->form = DT_BATCH_SHORT;
+    row->id = json_incref(json_object_get(object, "id"));
+    row->body = json_copy(object);
+    row->chat = json_object_get(object, "messages") != NULL;
+    if (row->body == NULL || (!row->chat && json_object_get(object, "prompt") == NULL)) {
+        refuse(row, "the row has neither a body, nor a prompt, nor messages");
+    } else if (row->id == NULL) {
+        refuse(row, "id is missing");
+    }
+}
+
+static void check_repeated(dt_batch_input *in, dt_batch_row *row) {
+    char *key = row->id != NULL ? json_dumps(row->id, JSON_ENCODE_ANY | JSON_COMPACT) : NULL;
+    const json_t *before = key != NULL ? json_object_get(in->seen, key) : NULL;
+    if (before != NULL) {
+        refuse(row, "its id is that of row %lld", (long long)json_integer_value(before));
+    } else if (key != NULL) {
+        json_object_set_new(in->seen, key, json_integer(row->number));
+    }
+    free(key);
+}
+
+static void parse_line(dt_batch_input *in, const char *line, size_t n, dt_batch_row *row) {
+    json_error_t where;
+    if (n >= 3 && memcmp(line, "\xEF\xBB\xBF", 3) == 0) {
+        line += 3;
+        n -= 3;
+    }
+    json_t *object = json_loadb(line, n, 0, &where);
+    if (!json_is_object(object)) {
+        refuse(row, "the row is not a JSON object%s%.150s", object == NULL ? ": " : "", object == NULL ? where.text : "");
+    } else if (json_object_get(object, "body") != NULL || json_object_get(object, "custom_id") != NULL) {
+        read_openai(row, object);
+    } else {
+        read_short(row, object);
+    }
+    json_decref(object);
+    check_repeated(in, row);
+}
+
+static bool next_line(dt_batch_input *in, dt_batch_row *row) {
+    bool is_long = false;
+    for (ssize_t n; (n = read_line(in, &is_long)) >= 0;) {
+        in->number++;
+        if (is_blank(in->line, (size_t)n)) {
+            continue;
+        }
+        *row = (dt_batch_row){.number = in->number};
+        if (is_long) {
+            refuse(row, "the row has %zd bytes; at most %zu are taken", n, ROW_BYTES_MAX);
+        } else {
+            parse_line(in, in->line, (size_t)n, row);
+        }
+        return true;
+    }
+    return false;
+}
+
+/* The instruction with the text in its place. free(). */
+static char *fill_in(const char *each, const char *text, size_t n) {
+    const char *place = strstr(each, "{text}");
+    const size_t before = place != NULL ? (size_t)(place - each) : strlen(each), after = place != NULL ? strlen(place + 6) : 0;
+    char *out = malloc(before + n + after + 1);
+    if (out != NULL) {
+        memcpy(out, each, before);
+        memcpy(out + before, text, n);
+        memcpy(out + before + n, place != NULL ? place + 6 : "", after + 1);
+    }
+    return out;
+}
+
+static bool read_text(dt_batch_input *in, const char *name, dt_batch_row *row) {
+    char path[PATH_BYTES];
+    struct stat info;
+    snprintf(path, sizeof path, "%s/%s", in->path, name);
+    FILE *file = fopen(path, "rb");
+    if (file == NULL || fstat(fileno(file), &info) != 0 || (uint64_t)info.st_size > ROW_BYTES_MAX) {
+        refuse(row, "the file can't be read, or is larger than %zu bytes", ROW_BYTES_MAX);
+        if (file != NULL) {
+            fclose(file);
+        }
+        return false;
+    }
+    char *bytes = malloc((size_t)info.st_size + 1);
+    const size_t n = bytes != NULL ? fread(bytes, 1, (size_t)info.st_size, file) : 0;
+    fclose(file);
+    char *text = bytes != NULL ? fill_in(in->each, bytes, n) : NULL;
+    json_t *string = text != NULL ? json_string(text) : NULL;
+    if (bytes != NULL && memchr(bytes, 0, n) != NULL) {
+        refuse(row, "the file holds a NUL byte");
+    } else if (string == NULL) {
+        refuse(row, "the file is not UTF-8");
+    } else {
+        row->body = in->chat ? json_pack("{s:[{s:s,s:O}]}", "messages", "role", "user", "content", string)
+                             : json_pack("{s:O}", "prompt", string);
+    }
+    json_decref(string);
+    free(bytes);
+    free(text);
+    return row->body != NULL;
+}
+
+static bool next_file(dt_batch_input *in, dt_batch_row *row) {
+    if ((size_t)in->number == in->n_names) {
+        return false;
+    }
+    const char *name = in->names[in->number++];
+    *row = (dt_batch_row){.number = in->number, .form = DT_BATCH_SHORT, .chat = in->chat, .id = json_string(name)};
+    if (row->id == NULL) {
+        refuse(row, "the file's name is not UTF-8");
+        return true;
+    }
+    read_text(in, name, row);
+    return true;
+}
+
+bool dt_batch_input_next(dt_batch_input *in, dt_batch_row *out) {
+    return in->file != NULL ? next_line(in, out) : next_file(in, out);
+}
+
+void dt_batch_row_free(dt_batch_row *row) {
+    json_decref(row->id);
+    json_decref(row->body);
+    row->id = row->body = NULL;
+}
+
+/* ---- output ------------------------------------------------------------------------------------- */
+
+struct dt_batch_output {
+    const char *path;
+    int file;
+    json_t *done; /* row's number as text -> its id, null where it had none */
+};
+
+static const json_t *id_of(const json_t *line) {
+    const json_t *id = json_object_get(line, "custom_id");
+    return id != NULL ? id : json_object_get(line, "id");
+}
+
+/* Takes in what an earlier run wrote. *out_end: where the last whole line ends. */
+static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) {
+    FILE *file = fopen(o->path, "rb");
+    char *line = NULL, key[32];
+    size_t capacity = 0;
+    dt_status status = DT_OK;
+    *out_end = 0;
+    for (ssize_t n; status == DT_OK && file != NULL && (n = getline(&line, &capacity, file)) > 0 && line[n - 1] == '\n';) {
+        json_t *object = json_loadb(line, (size_t)n, 0, NULL);
+        const json_t *number = json_object_get(object, "line");
+        if (!json_is_integer(number)) {
+            status =
+                fail(error, DT_ERR_ARGUMENT, "%s is there already and holds something else; name another file with -o", o->path);
+        } else {
+            snprintf(key, sizeof key, "%lld", (long long)json_integer_value(number));
+            const json_t *id = id_of(object);
+            json_object_set_new(o->done, key, id != NULL ? json_deep_copy(id) : json_null());
+            *out_end += n;
+        }
+        json_decref(object);
+    }
+    free(line);
+    if (file != NULL) {
+        fclose(file);
+    }
+    return status;
+}
+
+/* The folder that a file lies in, as stat sees it. */
+static bool folder_of(const char *path, struct stat *out) {
+    char folder[PATH_BYTES];
+    const char *slash = strrchr(path, '/');
+    const size_t n = slash != NULL ? (size_t)(slash - path) : 0;
+    if (n >= sizeof folder) {
+        return false;
+    }
+    memcpy(folder, path, n);
+    folder[n] = 0;
+    return stat(slash == NULL ? "." : n == 0 ? "/" : folder, out) == 0;
+}
+
+static bool same_file(const struct stat *a, const struct stat *b) { return a->st_dev == b->st_dev && a->st_ino == b->st_ino; }
+
+dt_status dt_batch_output_open(const char *path, const char *input_path, dt_batch_output **out, dt_error *error) {
+    struct stat in, there, folder;
+    if (stat(input_path, &in) == 0 && ((stat(path, &there) == 0 && same_file(&in, &there)) ||
+                                       (S_ISDIR(in.st_mode) && folder_of(path, &folder) && same_file(&in, &folder)))) {
+        return fail(error, DT_ERR_ARGUMENT, "-o names the input, or a file in it; the results need a place of their own");
+    }
+    dt_batch_output *o = calloc(1, sizeof *o);
+    if (o == NULL) {
+        return no_memory(error);
+    }
+    *o = (dt_batch_output){.path = path, .file = -1, .done = json_object()};
+    off_t end = 0;
+    dt_status status = read_done(o, &end, error);
+    if (status == DT_OK) {
+        o->file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+        struct stat info;
+        if (o->file < 0 || fstat(o->file, &info) != 0 ||
+            (S_ISREG(info.st_mode) && info.st_size > end && ftruncate(o->file, end) != 0)) {
+            status = fail(error, DT_ERR_IO, "%s can't be written: %s", path, strerror(errno));
+        }
+    }
+    if (status != DT_OK) {
+        dt_batch_output_close(o);
+        return status;
+    }
+    *out = o;
+    return DT_OK;
+}
+
+void dt_batch_output_close(dt_batch_output *o) {
+    if (o != NULL) {
+        if (o->file >= 0) {
+            close(o->file);
+        }
+        json_decref(o->done);
+        free(o);
+    }
+}
+
+dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row, bool *out_has, dt_error *error) {
+    char key[32];
+    snprintf(key, sizeof key, "%lld", (long long)row->number);
+    const json_t *id = json_object_get(o->done, key);
+    *out_has = id != NULL;
+    if (id != NULL && !(row->id == NULL ? json_is_null(id) : json_equal(id, row->id) == 1)) {
+        return fail(error, DT_ERR_ARGUMENT,
+                    "%s holds the results of another input: its line for row %lld has another id; name another file with -o",
+                    o->path, (long long)row->number);
+    }
+    return DT_OK;
+}
+
+dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, json_t *object, dt_error *error) {
+    if (object != NULL) {
+        json_object_set_new(object, "line", json_integer(row->number));
+    }
+    char *text = object != NULL ? json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
+    json_decref(object);
+    if (text == NULL) {
+        return no_memory(error);
+    }
+    const size_t n = strlen(text) + 1;
+    text[n - 1] = '\n'; /* in place of the terminator: the line goes out in one write */
+    for (size_t done = 0; done < n;) {
+        const ssize_t written = write(o->file, text + done, n - done);
+        if (written < 0 && errno != EINTR) {
+            free(text);
+            return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+        }
+        done += written > 0 ? (size_t)written : 0;
+    }
+    free(text);
+    return DT_OK;
+}

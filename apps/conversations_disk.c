@@ -1,0 +1,281 @@
+/*
+ * Conversations on disk: for each a session file (docs/session-format.md) and an index beside it, JSON, with what is needed to find it
+ * by text and by tokens without reading the cache.
+ *
+ * Invariants: the session file is written first and whole, then the index; what is loaded is compared with its index, and what doesn't
+ * fit is dropped. Only files named as below are touched. One process uses a folder at a time. The files can be read by their owner only.
+ */
+#define _DEFAULT_SOURCE /* flock, strdup */
+#include "conversations_internal.h"
+#include "report.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define PATH_BYTES 4096
+#define INDEX_VERSION 1
+#define SAVE_MIN_TOKENS 32 /* computing fewer again costs less than their file */
+
+static bool path_of(const dt_conversations *all, uint64_t id, const char *ending, char out[PATH_BYTES]) {
+    const int n = snprintf(out, PATH_BYTES, "%s/conversation-%016llx%s", all->folder, (unsigned long long)id, ending);
+    return n > 0 && n < PATH_BYTES;
+}
+
+void dt_conversations_delete_files(dt_conversations *all, dt_conversation *c) {
+    char path[PATH_BYTES];
+    if (c->file_bytes == 0) {
+        return;
+    }
+    static const char *const endings[] = {".json", ".session"}; /* the index first: without it the other is never opened */
+    for (int i = 0; i < 2; i++) {
+        if (path_of(all, c->id, endings[i], path)) {
+            unlink(path);
+        }
+    }
+    c->file_bytes = 0;
+    c->n_saved = 0;
+}
+
+/* ---- index -------------------------------------------------------------------------------------- */
+
+static json_t *numbers(const int32_t *tokens, size_t n) {
+    json_t *array = json_array();
+    for (size_t i = 0; i < n; i++) {
+        json_array_append_new(array, json_integer(tokens[i]));
+    }
+    return array;
+}
+
+static json_t *index_of(const dt_conversations *all, const dt_conversation *c) {
+    json_t *anchors = json_array();
+    for (size_t i = 0; i < c->n_anchors; i++) {
+        json_array_append_new(anchors, json_pack("[I,I]", (json_int_t)c->anchors[i].n_text, (json_int_t)c->anchors[i].n_tokens));
+    }
+    json_t *index = json_pack("{s:i,s:s,s:s,s:I,s:I,s:o,s:o}", "version", INDEX_VERSION, "model", all->identity, "eviction", c->key,
+                              "computed", (json_int_t)c->n_computed, "whole_from", (json_int_t)c->whole_from, "anchors", anchors,
+                              "tokens", numbers(c->tokens, c->n_tokens));
+    if (index != NULL && c->text != NULL) {
+        json_object_set_new(index, "prompt", json_stringn(c->text, c->n_prompt_text));
+        json_object_set_new(index, "reply", json_stringn(c->text + c->n_prompt_text, c->n_text - c->n_prompt_text));
+    }
+    return index;
+}
+
+static bool write_index(const dt_conversations *all, const dt_conversation *c) {
+    char path[PATH_BYTES], part[PATH_BYTES];
+    json_t *index = index_of(all, c);
+    bool written = index != NULL && path_of(all, c->id, ".json", path) && path_of(all, c->id, ".json.part", part);
+    const int file = written ? open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600) : -1;
+    written = file >= 0 && json_dumpfd(index, file, JSON_COMPACT) == 0 && fsync(file) == 0;
+    if (file >= 0) {
+        written = close(file) == 0 && written;
+        written = written && rename(part, path) == 0;
+        if (!written) {
+            unlink(part);
+        }
+    }
+    json_decref(index);
+    return written;
+}
+
+/* json_integer_value within 0 and INT32_MAX, or -1. */
+static int64_t small_number(const json_t *number) {
+    const json_int_t value = json_is_integer(number) ? json_integer_value(number) : -1;
+    return value >= 0 && value <= INT32_MAX ? value : -1;
+}
+
+static bool read_tokens(const dt_conversations *all, dt_conversation *c, const json_t *array) {
+    const int32_t n_vocab = dt_model_get_info(all->params.model)->n_vocab;
+    c->n_tokens = json_array_size(array);
+    c->tokens = malloc((c->n_tokens + 1) * sizeof *c->tokens);
+    for (size_t i = 0; c->tokens != NULL && i < c->n_tokens; i++) {
+        const int64_t token = small_number(json_array_get(array, i));
+        if (token < 0 || token >= n_vocab) {
+            return false;
+        }
+        c->tokens[i] = (int32_t)token;
+    }
+    return c->tokens != NULL && c->n_tokens > 0;
+}
+
+static bool read_texts(dt_conversation *c, const json_t *prompt, const json_t *reply) {
+    if (prompt == NULL) {
+        return true;
+    }
+    if (!json_is_string(prompt) || !json_is_string(reply)) {
+        return false;
+    }
+    c->n_prompt_text = json_string_length(prompt);
+    c->n_text = c->n_prompt_text + json_string_length(reply);
+    c->text = malloc(c->n_text + 1);
+    if (c->text == NULL) {
+        return false;
+    }
+    memcpy(c->text, json_string_value(prompt), c->n_prompt_text);
+    memcpy(c->text + c->n_prompt_text, json_string_value(reply), c->n_text - c->n_prompt_text);
+    return true;
+}
+
+static bool read_anchors(dt_conversation *c, const json_t *array) {
+    const size_t n = json_array_size(array);
+    c->anchors = malloc((n + 1) * sizeof *c->anchors);
+    for (size_t i = 0; c->anchors != NULL && i < n; i++) {
+        const json_t *pair = json_array_get(array, i);
+        const int64_t n_text = small_number(json_array_get(pair, 0)), n_tokens = small_number(json_array_get(pair, 1));
+        if (n_text < 0 || n_tokens < 0 || (size_t)n_text > c->n_prompt_text || (size_t)n_tokens > c->n_tokens) {
+            return false;
+        }
+        c->anchors[i] = (dt_anchor){(size_t)n_text, (size_t)n_tokens};
+    }
+    c->n_anchors = n;
+    return c->anchors != NULL;
+}
+
+/* One index; a file that isn't ours or no longer fits is left alone. */
+static void read_index(dt_conversations *all, uint64_t id) {
+    char path[PATH_BYTES];
+    struct stat info;
+    json_t *index = path_of(all, id, ".json", path) ? json_load_file(path, 0, NULL) : NULL;
+    const char *identity = json_string_value(json_object_get(index, "model"));
+    const char *key = json_string_value(json_object_get(index, "eviction"));
+    const int64_t computed = small_number(json_object_get(index, "computed"));
+    const int64_t whole_from = small_number(json_object_get(index, "whole_from"));
+    const bool ours = identity != NULL && key != NULL && strcmp(identity, all->identity) == 0 && computed > 0 && whole_from >= 0 &&
+                      small_number(json_object_get(index, "version")) == INDEX_VERSION;
+    dt_conversation *c = NULL;
+    if (ours && path_of(all, id, ".session", path) && stat(path, &info) == 0) {
+        c = dt_conversations_add(all, key);
+    }
+    if (c != NULL) {
+        c->id = id;
+        c->n_computed = c->n_saved = (size_t)computed;
+        c->whole_from = (size_t)whole_from;
+        c->file_bytes = (uint64_t)info.st_size;
+        if (!read_tokens(all, c, json_object_get(index, "tokens")) ||
+            !read_texts(c, json_object_get(index, "prompt"), json_object_get(index, "reply")) ||
+            !read_anchors(c, json_object_get(index, "anchors"))) {
+            dt_conversations_remove(all, c);
+        }
+    }
+    json_decref(index);
+}
+
+/* ---- folder ------------------------------------------------------------------------------------- */
+
+static uint64_t disk_bytes(const dt_conversations *all) {
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < all->n; i++) {
+        bytes += all->list[i]->file_bytes;
+    }
+    return bytes;
+}
+
+/* Deletes the files of the least recently used until the folder keeps its limit. */
+static void limit_folder(dt_conversations *all, const dt_conversation *except) {
+    while (disk_bytes(all) > all->params.disk_bytes) {
+        dt_conversation *oldest = NULL;
+        for (size_t i = 0; i < all->n; i++) {
+            dt_conversation *c = all->list[i];
+            oldest = c->file_bytes > 0 && c != except && (oldest == NULL || c->last_used < oldest->last_used) ? c : oldest;
+        }
+        if (oldest == NULL) {
+            return;
+        }
+        dt_conversations_delete_files(all, oldest);
+        if (oldest->session == NULL) {
+            dt_conversations_remove(all, oldest);
+            all->stats.n_dropped++;
+        }
+    }
+}
+
+dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
+    const char *name = all->params.folder;
+    char path[PATH_BYTES];
+    all->folder = strdup(name);
+    const int n = snprintf(path, sizeof path, "%s/lock", name);
+    if (all->folder == NULL || n >= (int)sizeof path) {
+        return dt_conversations_fail(error, DT_ERR_MEMORY, "the name of the folder for conversations is too long");
+    }
+    if (mkdir(name, 0700) != 0 && errno != EEXIST) {
+        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be made: %s", name, strerror(errno));
+    }
+    all->folder_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (all->folder_lock < 0) {
+        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be written: %s", name,
+                                     strerror(errno));
+    }
+    if (flock(all->folder_lock, LOCK_EX | LOCK_NB) != 0) {
+        return dt_conversations_fail(error, DT_ERR_IO, "another server uses the folder for conversations %s; name another one",
+                                     name);
+    }
+    all->next_id = 1;
+    DIR *folder = opendir(name);
+    for (const struct dirent *entry; folder != NULL && (entry = readdir(folder)) != NULL;) {
+        unsigned long long id = 0;
+        int end = 0;
+        if (sscanf(entry->d_name, "conversation-%16llx.json%n", &id, &end) == 1 && end > 0 && entry->d_name[end] == 0) {
+            read_index(all, id);
+        }
+        if (sscanf(entry->d_name, "conversation-%16llx", &id) == 1) { /* others are left alone, and not overwritten */
+            all->next_id = id >= all->next_id ? id + 1 : all->next_id;
+        }
+    }
+    if (folder != NULL) {
+        closedir(folder);
+    }
+    limit_folder(all, NULL);
+    return DT_OK;
+}
+
+bool dt_conversations_save(dt_conversations *all, dt_conversation *c) {
+    char path[PATH_BYTES];
+    dt_error error = {0};
+    struct stat info;
+    size_t n = 0;
+    dt_session_tokens(c->session, &n);
+    if (c->file_bytes > 0 && c->n_saved == n) {
+        return true;
+    }
+    if (n < SAVE_MIN_TOKENS || !path_of(all, c->id, ".session", path)) {
+        return false;
+    }
+    if (dt_session_save(c->session, NULL, path, &error) != DT_OK) {
+        dt_report(DT_LOG_WARN, "a conversation can't be saved: %s", error.message);
+        return false;
+    }
+    c->n_computed = c->n_saved = n;
+    c->file_bytes = stat(path, &info) == 0 ? (uint64_t)info.st_size : 1;
+    if (!write_index(all, c)) {
+        dt_report(DT_LOG_WARN, "the index of a conversation can't be written to %s", all->folder);
+        return false;
+    }
+    limit_folder(all, c);
+    return true;
+}
+
+dt_status dt_conversations_load(dt_conversations *all, const dt_conversation *c, dt_session *session, dt_error *error) {
+    char path[PATH_BYTES];
+    if (!path_of(all, c->id, ".session", path)) {
+        return dt_conversations_fail(error, DT_ERR_IO, "its path is too long");
+    }
+    const dt_status status = dt_session_load(session, NULL, path, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    size_t n = 0;
+    const int32_t *tokens = dt_session_tokens(session, &n);
+    const size_t common = n < c->n_tokens ? n : c->n_tokens;
+    if (n != c->n_saved || memcmp(tokens, c->tokens, common * sizeof *tokens) != 0) {
+        return dt_conversations_fail(error, DT_ERR_FORMAT, "its index names other tokens");
+    }
+    return DT_OK;
+}

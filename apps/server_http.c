@@ -1,0 +1,621 @@
+/*
+ * Transport. See server_http.h.
+ *
+ * Whether a client is gone can't be told from the end of what it sends: a half-closed connection looks the same as a closed one until
+ * something is sent to it, which a closed one answers with a reset. So at the end of its input something harmless is sent: a comment in
+ * a stream, an interim response (102, which clients of HTTP/1.1 have to skip) before an answer.
+ */
+#define _GNU_SOURCE /* POLLRDHUP, strdup */
+#include "server_http.h"
+#include "report.h"
+#include "server_page.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <microhttpd.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#ifndef POLLRDHUP
+#define POLLRDHUP 0 /* elsewhere only a reset tells that a client is gone */
+#endif
+
+#define KEEP_ALIVE_MS 15000 /* a stream says something at least so often */
+#define IDLE_SECONDS 120    /* a connection without a request is closed then */
+#define UNREAD_MS 300000    /* one that takes nothing of an answer, too */
+#define BACKLOG 512
+#define STREAM_BLOCK (16 << 10)
+#define STACK_BYTES ((size_t)1 << 20)
+
+struct dt_http {
+    dt_http_params params;
+    struct MHD_Daemon *daemon;
+    int port;
+    atomic_bool stopping;
+};
+
+typedef struct exchange { /* a request and its answer */
+    struct dt_http *http;
+    struct MHD_Connection *connection;
+    char *body;
+    size_t n_body, body_capacity;
+    bool too_large, http_1_0;
+    const struct route *route;
+    const dt_page_file *page;
+} exchange;
+
+/* ---- answers ------------------------------------------------------------------------------------ */
+
+static enum MHD_Result send_response(struct MHD_Connection *connection, int status, struct MHD_Response *response,
+                                     const char *type) {
+    if (response == NULL) {
+        return MHD_NO;
+    }
+    if (type != NULL) {
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
+    }
+    const enum MHD_Result result = MHD_queue_response(connection, (unsigned)status, response);
+    MHD_destroy_response(response);
+    return result;
+}
+
+/* Takes the text over. NULL closes the connection: memory is short. */
+static enum MHD_Result send_text(struct MHD_Connection *connection, int status, char *text, const char *type) {
+    struct MHD_Response *response =
+        text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
+    if (response == NULL) {
+        free(text);
+        return MHD_NO;
+    }
+    return send_response(connection, status, response, type);
+}
+
+static enum MHD_Result send_json(struct MHD_Connection *connection, int status, char *text) {
+    return send_text(connection, status, text, "application/json");
+}
+
+static enum MHD_Result send_error(struct MHD_Connection *connection, int status, const char *message) {
+    return send_json(connection, status, dt_api_error(status, message));
+}
+
+static enum MHD_Result send_busy(const exchange *e) {
+    char seconds[16];
+    char *text = dt_api_error(429, "too many requests are waiting; try again after the time in Retry-After");
+    struct MHD_Response *response =
+        text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
+    if (response == NULL) {
+        free(text);
+        return MHD_NO;
+    }
+    snprintf(seconds, sizeof seconds, "%d", (int)dt_scheduler_seconds_to_wait(e->http->params.api->scheduler));
+    MHD_add_response_header(response, "Retry-After", seconds);
+    return send_response(e->connection, 429, response, "application/json");
+}
+
+/* ---- waiting ------------------------------------------------------------------------------------ */
+
+typedef struct waiter { /* how the scheduler's thread wakes a connection's */
+    int ends[2];
+    int socket;
+    bool input_ended, gone;
+} waiter;
+
+static void wake(void *user) {
+    const waiter *w = user;
+    const ssize_t written = write(w->ends[1], "", 1); /* full: it is awake anyway */
+    (void)written;
+}
+
+static bool waiter_open(waiter *w, struct MHD_Connection *connection) {
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    *w = (waiter){.ends = {-1, -1}, .socket = info != NULL ? info->connect_fd : -1};
+    if (pipe(w->ends) != 0) {
+        w->ends[0] = w->ends[1] = -1;
+        return false;
+    }
+    for (int i = 0; i < 2; i++) {
+        fcntl(w->ends[i], F_SETFL, O_NONBLOCK);
+        fcntl(w->ends[i], F_SETFD, FD_CLOEXEC);
+    }
+    return true;
+}
+
+static void waiter_close(waiter *w) {
+    for (int i = 0; i < 2; i++) {
+        if (w->ends[i] >= 0) {
+            close(w->ends[i]);
+        }
+    }
+}
+
+typedef enum waited { WAITED_NEWS, WAITED_LONG, WAITED_INPUT_ENDED, WAITED_GONE } waited;
+
+static waited wait_for_news(waiter *w, int timeout_ms) {
+    struct pollfd set[2] = {{.fd = w->ends[0], .events = POLLIN}, {.fd = w->socket, .events = w->input_ended ? 0 : POLLRDHUP}};
+    const int n = poll(set, w->gone ? 1 : 2, timeout_ms);
+    if (n == 0) {
+        return WAITED_LONG;
+    }
+    if (n > 0 && (set[0].revents & POLLIN)) {
+        char bytes[256];
+        while (read(w->ends[0], bytes, sizeof bytes) == (ssize_t)sizeof bytes) {
+        }
+    }
+    if (n > 0 && !w->gone && (set[1].revents & (POLLERR | POLLHUP | POLLNVAL))) {
+        w->gone = true;
+        return WAITED_GONE;
+    }
+    if (n > 0 && !w->gone && POLLRDHUP != 0 && (set[1].revents & POLLRDHUP)) {
+        w->input_ended = true;
+        return WAITED_INPUT_ENDED;
+    }
+    return WAITED_NEWS; /* or a signal */
+}
+
+static bool job_is(dt_job *job, dt_job_state state) {
+    pthread_mutex_lock(&job->lock);
+    const bool is = job->state == state;
+    pthread_mutex_unlock(&job->lock);
+    return is;
+}
+
+static bool all_done(const dt_request *request) {
+    for (size_t i = 0; i < request->n_jobs; i++) {
+        if (!job_is(request->jobs[i], DT_JOB_DONE)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool any_running(const dt_request *request) {
+    for (size_t i = 0; i < request->n_jobs; i++) {
+        if (job_is(request->jobs[i], DT_JOB_RUNNING)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ---- generation --------------------------------------------------------------------------------- */
+
+typedef struct work { /* what a generating request needs until its answer is sent */
+    dt_http *http;
+    bool http_1_0;
+    dt_request request;
+    waiter waiter;
+    /* streams */
+    dt_stream *stream;
+    dt_text pending;
+    size_t n_sent;
+    bool ended;
+} work;
+
+/* Ends the jobs and waits until the scheduler has let go of them. */
+static void abandon(work *w) {
+    for (size_t i = 0; i < w->request.n_jobs; i++) {
+        dt_scheduler_cancel(w->http->params.api->scheduler, w->request.jobs[i]);
+    }
+    w->waiter.gone = true;
+    while (!all_done(&w->request)) {
+        wait_for_news(&w->waiter, -1);
+    }
+}
+
+/* The jobs are done, or were never submitted. */
+static void free_work(work *w) {
+    dt_stream_free(w->stream);
+    dt_request_free(&w->request);
+    waiter_close(&w->waiter);
+    free(w->pending.text);
+    free(w);
+}
+
+/* Waits until all jobs are done or, for a stream, one runs. False: the client is gone, and the jobs have been ended. */
+static bool wait_for_jobs(work *w) {
+    while (!all_done(&w->request) && !(w->request.stream && any_running(&w->request))) {
+        const waited what = wait_for_news(&w->waiter, -1);
+        if (what == WAITED_INPUT_ENDED && !w->http_1_0) {
+            static const char probe[] = "HTTP/1.1 102 Processing\r\n\r\n";
+            const ssize_t sent = send(w->waiter.socket, probe, sizeof probe - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+            (void)sent;
+        }
+        if (what == WAITED_GONE) {
+            abandon(w);
+            return false;
+        }
+    }
+    return true;
+}
+
+static ssize_t read_stream(void *user, uint64_t position, char *buffer, size_t capacity) {
+    (void)position;
+    work *w = user;
+    while (w->n_sent == w->pending.n) {
+        if (w->ended) {
+            return MHD_CONTENT_READER_END_OF_STREAM;
+        }
+        w->n_sent = w->pending.n = 0;
+        w->ended = dt_stream_next(w->stream, &w->pending);
+        if (w->pending.n == 0 && !w->ended) {
+            const waited what = wait_for_news(&w->waiter, KEEP_ALIVE_MS);
+            if (what == WAITED_GONE) {
+                return MHD_CONTENT_READER_END_WITH_ERROR;
+            }
+            if (what != WAITED_NEWS) {
+                dt_text_add(&w->pending, ":\n\n");
+            }
+        }
+        if (w->pending.out_of_memory) {
+            return MHD_CONTENT_READER_END_WITH_ERROR;
+        }
+    }
+    const size_t left = w->pending.n - w->n_sent, n = left < capacity ? left : capacity;
+    memcpy(buffer, w->pending.text + w->n_sent, n);
+    w->n_sent += n;
+    return (ssize_t)n;
+}
+
+static void end_stream(void *user) {
+    work *w = user;
+    abandon(w);
+    free_work(w);
+}
+
+/* Takes w over. */
+static enum MHD_Result send_stream(exchange *e, work *w) {
+    w->stream = dt_stream_new(w->http->params.api, &w->request);
+    struct MHD_Response *response =
+        w->stream != NULL ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, STREAM_BLOCK, read_stream, w, end_stream) : NULL;
+    if (response == NULL) {
+        end_stream(w);
+        return MHD_NO;
+    }
+    MHD_add_response_header(response, "Cache-Control", "no-cache");
+    MHD_add_response_header(response, "X-Accel-Buffering", "no");
+    return send_response(e->connection, 200, response, "text/event-stream; charset=utf-8");
+}
+
+/* Submits the jobs and answers. Takes w over. */
+static enum MHD_Result run_jobs(exchange *e, work *w) {
+    dt_scheduler *scheduler = w->http->params.api->scheduler;
+    for (size_t i = 0; i < w->request.n_jobs; i++) {
+        w->request.jobs[i]->wake = wake;
+        w->request.jobs[i]->wake_user = &w->waiter;
+    }
+    const dt_submitted submitted = dt_scheduler_submit(scheduler, w->request.jobs, w->request.n_jobs);
+    if (submitted != DT_SUBMITTED) {
+        free_work(w);
+        return submitted == DT_SUBMIT_FULL ? send_busy(e) : send_error(e->connection, 503, "the server is stopping");
+    }
+    if (!wait_for_jobs(w)) {
+        free_work(w);
+        return MHD_NO;
+    }
+    const bool done = all_done(&w->request);
+    const dt_error *error = done ? dt_request_error(&w->request) : NULL;
+    if (error == NULL && w->request.stream) {
+        return send_stream(e, w);
+    }
+    const enum MHD_Result result = error != NULL ? send_error(e->connection, dt_api_status_of(error), error->message)
+                                                 : send_json(e->connection, 200, dt_api_answer(w->http->params.api, &w->request));
+    free_work(w);
+    return result;
+}
+
+static enum MHD_Result generate(exchange *e, dt_api_kind kind) {
+    dt_error error;
+    work *w = calloc(1, sizeof *w);
+    if (w == NULL) {
+        return MHD_NO;
+    }
+    w->http = e->http;
+    w->http_1_0 = e->http_1_0;
+    const bool opened = waiter_open(&w->waiter, e->connection);
+    const int status =
+        opened ? dt_api_read(e->http->params.api, kind, e->body != NULL ? e->body : "", e->n_body, &w->request, &error) : 503;
+    if (status != 200) {
+        free_work(w);
+        return send_error(e->connection, status,
+                          opened ? error.message : "too many requests at once; raise the limit on open files");
+    }
+    return run_jobs(e, w);
+}
+
+static enum MHD_Result answer_chat(exchange *e) { return generate(e, DT_API_CHAT); }
+static enum MHD_Result answer_completions(exchange *e) { return generate(e, DT_API_COMPLETION); }
+
+/* ---- the rest ----------------------------------------------------------------------------------- */
+
+static enum MHD_Result answer_models(exchange *e) { return send_json(e->connection, 200, dt_api_models(e->http->params.api)); }
+static enum MHD_Result answer_props(exchange *e) { return send_json(e->connection, 200, dt_api_props(e->http->params.api)); }
+
+static enum MHD_Result answer_tokenizer_info(exchange *e) {
+    return send_json(e->connection, 200, dt_api_tokenizer_info(e->http->params.api));
+}
+
+static enum MHD_Result answer_health(exchange *e) {
+    const bool stopping = atomic_load(&e->http->stopping);
+    char *text = strdup(stopping ? "{\"status\":\"stopping\"}" : "{\"status\":\"ok\"}");
+    return send_json(e->connection, stopping ? 503 : 200, text);
+}
+
+static enum MHD_Result answer_metrics(exchange *e) {
+    dt_text text = {0};
+    dt_api_metrics(e->http->params.api, &text);
+    if (text.out_of_memory) {
+        free(text.text);
+        return MHD_NO;
+    }
+    return send_text(e->connection, 200, text.text, "text/plain; version=0.0.4; charset=utf-8");
+}
+
+static enum MHD_Result answer_tokenize(exchange *e) {
+    int status = 500;
+    char *text = dt_api_tokenize(e->http->params.api, e->body != NULL ? e->body : "", e->n_body, &status);
+    return send_json(e->connection, status, text);
+}
+
+static enum MHD_Result answer_detokenize(exchange *e) {
+    int status = 500;
+    char *text = dt_api_detokenize(e->http->params.api, e->body != NULL ? e->body : "", e->n_body, &status);
+    return send_json(e->connection, status, text);
+}
+
+static enum MHD_Result answer_page(exchange *e) {
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(e->page->n_bytes, (void *)(uintptr_t)e->page->bytes, MHD_RESPMEM_PERSISTENT);
+    if (response == NULL) {
+        return MHD_NO;
+    }
+    MHD_add_response_header(response, "Cache-Control", "no-cache");
+    MHD_add_response_header(response, "Content-Security-Policy",
+                            "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'");
+    MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
+    return send_response(e->connection, 200, response, e->page->type);
+}
+
+/* ---- requests ----------------------------------------------------------------------------------- */
+
+typedef struct route {
+    const char *path;
+    bool post, open; /* open: without the key */
+    enum MHD_Result (*answer)(exchange *e);
+} route;
+
+static const route routes[] = {
+    {"/v1/chat/completions", true, false, answer_chat},
+    {"/v1/completions", true, false, answer_completions},
+    {"/v1/models", false, false, answer_models},
+    {"/tokenize", true, false, answer_tokenize},
+    {"/detokenize", true, false, answer_detokenize},
+    {"/tokenizer_info", false, false, answer_tokenizer_info},
+    {"/health", false, true, answer_health},
+    {"/metrics", false, false, answer_metrics},
+    {"/props", false, true, answer_props},
+};
+static const route page_route = {"", false, true, answer_page};
+
+static void find_route(exchange *e, const char *path) {
+    for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++) {
+        if (strcmp(routes[i].path, path) == 0) {
+            e->route = &routes[i];
+        }
+    }
+    for (size_t i = 0; i < dt_page_n_files; i++) {
+        if (strcmp(dt_page_files[i].path, path) == 0) {
+            e->page = &dt_page_files[i];
+            e->route = &page_route;
+        }
+    }
+}
+
+/* In a time that tells nothing of where they differ. */
+static bool same_key(const char *given, const char *key) {
+    const size_t n_given = strlen(given), n_key = strlen(key);
+    volatile unsigned char difference = n_given == n_key ? 0 : 1;
+    for (size_t i = 0; i < n_given; i++) {
+        difference = (unsigned char)(difference | (given[i] ^ key[n_key > 0 ? i % n_key : 0]));
+    }
+    return difference == 0;
+}
+
+static bool has_key(const exchange *e) {
+    const char *key = e->http->params.api_key;
+    const char *given = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
+    return key == NULL || (given != NULL && strncmp(given, "Bearer ", 7) == 0 && same_key(given + 7, key));
+}
+
+/* What can be refused before the body came. 0: nothing. */
+static int refuse_early(exchange *e, const char *method, const char **out_message) {
+    const bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
+    const char *length = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_LENGTH);
+    int64_t n = 0;
+    if (e->route == NULL) {
+        *out_message = "there is nothing at this path";
+        return 404;
+    }
+    if (!e->route->open && !has_key(e)) {
+        *out_message = "the API key is missing or wrong; send it as Authorization: Bearer KEY";
+        return 401;
+    }
+    if (e->route->post ? strcmp(method, "POST") != 0 : !get) {
+        *out_message = e->route->post ? "this path takes POST" : "this path takes GET";
+        return 405;
+    }
+    e->too_large = length != NULL && dt_parse_int(length, &n) && n > (int64_t)e->http->params.body_bytes_max;
+    if (e->too_large) {
+        *out_message = "the body is larger than this server takes (--max-body)";
+        return 413;
+    }
+    return 0;
+}
+
+static void add_body(exchange *e, const char *bytes, size_t n) {
+    if (e->too_large || n > e->http->params.body_bytes_max - e->n_body) {
+        e->too_large = true;
+        return;
+    }
+    if (e->body_capacity - e->n_body < n) {
+        const size_t capacity = 2 * e->body_capacity + n;
+        char *grown = realloc(e->body, capacity);
+        if (grown == NULL) {
+            e->too_large = true;
+            return;
+        }
+        e->body = grown;
+        e->body_capacity = capacity;
+    }
+    memcpy(e->body + e->n_body, bytes, n);
+    e->n_body += n;
+}
+
+static enum MHD_Result on_request(void *user, struct MHD_Connection *connection, const char *url, const char *method,
+                                  const char *version, const char *upload, size_t *n_upload, void **state) {
+    exchange *e = *state;
+    if (e == NULL) { /* the header is here */
+        const char *message = NULL;
+        e = calloc(1, sizeof *e);
+        if (e == NULL) {
+            return MHD_NO;
+        }
+        *state = e;
+        e->http = user;
+        e->connection = connection;
+        e->http_1_0 = strcmp(version, "HTTP/1.0") == 0;
+        find_route(e, url);
+        const int status = refuse_early(e, method, &message);
+        return status != 0 ? send_error(connection, status, message) : MHD_YES;
+    }
+    if (*n_upload > 0) {
+        add_body(e, upload, *n_upload);
+        *n_upload = 0;
+        return MHD_YES;
+    }
+    if (e->too_large) {
+        return send_error(connection, 413, "the body is larger than this server takes (--max-body)");
+    }
+    MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u); /* an answer may take long */
+    return e->route->answer(e);
+}
+
+static void on_completed(void *user, struct MHD_Connection *connection, void **state, enum MHD_RequestTerminationCode code) {
+    exchange *e = *state;
+    (void)user;
+    (void)code;
+    if (e != NULL) {
+        MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
+        free(e->body);
+        free(e);
+        *state = NULL;
+    }
+}
+
+static void on_connection(void *user, struct MHD_Connection *connection, void **state, enum MHD_ConnectionNotificationCode code) {
+    (void)user;
+    (void)state;
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    if (code == MHD_CONNECTION_NOTIFY_STARTED && info != NULL) {
+#ifdef TCP_USER_TIMEOUT
+        const unsigned timeout_ms = UNREAD_MS;
+        setsockopt(info->connect_fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, sizeof timeout_ms);
+#endif
+        const int on = 1;
+        setsockopt(info->connect_fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    }
+}
+
+static void on_log(void *user, const char *format, va_list arguments) {
+    (void)user;
+    char line[512];
+    vsnprintf(line, sizeof line, format, arguments);
+    line[strcspn(line, "\r\n")] = 0;
+    dt_report(DT_LOG_DEBUG, "http: %s", line);
+}
+
+/* ---- life --------------------------------------------------------------------------------------- */
+
+static dt_status fail_address(const dt_http_params *p, const char *reason, dt_error *error) {
+    snprintf(error->message, sizeof error->message, "can't listen at %s port %d: %s; choose others with --host and --port", p->host,
+             p->port, reason);
+    return error->code = DT_ERR_IO;
+}
+
+/* A listening socket; -1 with the error set. */
+static int listen_at(const dt_http_params *p, int *out_port, dt_error *error) {
+    char port[16];
+    struct addrinfo hints = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, *found = NULL;
+    snprintf(port, sizeof port, "%d", p->port);
+    const int code = getaddrinfo(p->host, port, &hints, &found);
+    if (code != 0) {
+        fail_address(p, gai_strerror(code), error);
+        return -1;
+    }
+    const int on = 1, s = socket(found->ai_family, SOCK_STREAM, 0);
+    struct sockaddr_storage bound;
+    socklen_t n_bound = sizeof bound;
+    bool good = s >= 0 && setsockopt(s, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+                bind(s, found->ai_addr, found->ai_addrlen) == 0 && listen(s, BACKLOG) == 0 && fcntl(s, F_SETFD, FD_CLOEXEC) == 0 &&
+                getsockname(s, (struct sockaddr *)&bound, &n_bound) == 0;
+    freeaddrinfo(found);
+    if (!good) {
+        fail_address(p, strerror(errno), error);
+        if (s >= 0) {
+            close(s);
+        }
+        return -1;
+    }
+    *out_port = ntohs(bound.ss_family == AF_INET6 ? ((const struct sockaddr_in6 *)&bound)->sin6_port
+                                                  : ((const struct sockaddr_in *)&bound)->sin_port);
+    return s;
+}
+
+dt_status dt_http_start(const dt_http_params *params, dt_http **out, dt_error *error) {
+    dt_http *http = calloc(1, sizeof *http);
+    if (http == NULL) {
+        return fail_address(params, "out of memory", error);
+    }
+    http->params = *params;
+    const int s = listen_at(params, &http->port, error);
+    if (s < 0) {
+        free(http);
+        return error->code;
+    }
+    http->daemon = MHD_start_daemon(
+        MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG, 0, NULL,
+        NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, s, MHD_OPTION_NOTIFY_COMPLETED,
+        on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, NULL, MHD_OPTION_CONNECTION_LIMIT,
+        (unsigned)params->n_connections_max, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE,
+        STACK_BYTES, MHD_OPTION_END);
+    if (http->daemon == NULL) {
+        close(s);
+        free(http);
+        return fail_address(params, "the HTTP library refused", error);
+    }
+    *out = http;
+    return DT_OK;
+}
+
+int dt_http_port(const dt_http *http) { return http->port; }
+
+void dt_http_quiesce(dt_http *http) {
+    atomic_store(&http->stopping, true);
+    const int s = MHD_quiesce_daemon(http->daemon);
+    if (s >= 0) {
+        close(s);
+    }
+}
+
+void dt_http_stop(dt_http *http) {
+    if (http != NULL) {
+        MHD_stop_daemon(http->daemon);
+        free(http);
+    }
+}

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# One question to ./deeptutor-server, the answer as it comes: bash examples/chat.sh http://127.0.0.1:8080 "Name the capital of France."
+# Needs curl and python3 (which puts the question into JSON, and the pieces of the answer on the terminal).
+set -eu
+url=${1:-http://127.0.0.1:8080}
+question=${2:-Name the capital of France.}
+body=$(python3 -c 'import json, sys
+print(json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}], "stream": True, "max_tokens": 256}))' "$question")
+curl --silent --show-error --fail-with-body --no-buffer "$url/v1/chat/completions" -H "Content-Type: application/json" -d "$body" |
+    python3 -c 'import json, sys
+for line in sys.stdin:
+    if line.startswith("data: {"):
+        for choice in json.loads(line[6:])["choices"]:
+            print(choice["delta"].get("content", ""), end="", flush=True)
+print()'

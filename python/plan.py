@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Predicts speed and cache size of a model on a device, with TLC off and on, from bytes and operations per token (docs/scaling.md).
+
+    .venv/bin/python python/plan.py --model model.gguf --context 16384 --device 4090 --preset docqa
+
+Decoding is bound by memory: a token reads every matrix once and every key and value that attention sees. Reading a prompt is bound by
+arithmetic: two operations per weight and token, four per head, dimension and visible key. Both are shares of what the device could do
+at best; the speed-up of decoding is a ratio of bytes and does not depend on the device at all.
+"""
+import argparse
+import sys
+
+# read bandwidth in GB/s, dense half-precision TFLOPS with sums in floats, from the vendors' data sheets
+DEVICES = {"a100": (1555, 312), "4090": (1008, 165), "3090": (936, 71), "m2ultra": (800, 27)}
+DECODE_SHARE = 0.8   # of the bandwidth, which good kernels reach
+PREFILL_SHARE = 0.4  # of the arithmetic
+CHUNK = 512
+PRESETS = {"chat": (2048, 4096), "docqa": (4096, 8192), "code": (4096, 4096), "summary": (3072, 6144)}  # shallow, deep
+
+
+class Model:
+    """What of a GGUF file speed depends on."""
+
+    def __init__(self, path):
+        import gguf  # from requirements.txt
+        reader = gguf.GGUFReader(path)
+        arch = self.value(reader, "general.architecture")
+
+        def key(name, default=None):
+            return self.value(reader, f"{arch}.{name}", default)
+        self.layers, self.heads = int(key("block_count")), int(key("attention.head_count"))
+        kv_heads = key("attention.head_count_kv", self.heads)
+        self.kv_heads = [int(n) for n in kv_heads] if isinstance(kv_heads, list) else [int(kv_heads)] * self.layers
+        self.dim_k = int(key("attention.key_length", int(key("embedding_length")) // self.heads))
+        self.dim_v = int(key("attention.value_length", self.dim_k))
+        experts, used = int(key("expert_count", 0)), int(key("expert_used_count", 0))
+        tied = all(t.name != "output.weight" for t in reader.tensors)
+        self.step_bytes = self.step_weights = 0.0
+        for t in reader.tensors:
+            if len(t.shape) < 2 or (t.name == "token_embd.weight" and not tied):
+                continue
+            share = used / experts if experts and "_exps" in t.name else 1.0
+            self.step_bytes += share * float(t.n_bytes)
+            self.step_weights += share * float(t.n_elements)
+
+    @staticmethod
+    def value(reader, name, default=None):
+        field = reader.fields.get(name)
+        return default if field is None else field.contents()
+
+
+def budgets(model, args):
+    """Tokens that each layer keeps; None: all."""
+    if args.max_cache_size:
+        return [args.max_cache_size] * model.layers
+    shallow, deep = PRESETS[args.preset]
+    n_shallow = model.layers // 2
+    if args.preset == "docqa":
+        n_shallow = max(min(n_shallow, model.layers - 8), 0)
+    return [shallow] * n_shallow + [deep] * (model.layers - n_shallow)
+
+
+def kv_bytes(model, lengths, number_bytes):
+    return sum(n * heads * (model.dim_k + model.dim_v) * number_bytes for n, heads in zip(lengths, model.kv_heads))
+
+
+def attention_operations(model, context, most):
+    """Of reading a prompt of `context` tokens, when a layer never has more than most[i] of them."""
+    total = 0.0
+    for limit in most:
+        seen = context * context / 2 if limit >= context else limit * limit / 2 + (context - limit) * limit
+        total += 2.0 * model.heads * (model.dim_k + model.dim_v) * seen
+    return total
+
+
+def predict(model, args, limits):
+    bandwidth, tflops = args.bandwidth * 1e9 * DECODE_SHARE, args.tflops * 1e12 * PREFILL_SHARE
+    kept = [min(args.context, n) for n in limits]
+    cache = kv_bytes(model, kept, args.number_bytes)
+    operations = 2.0 * model.step_weights * args.context + attention_operations(model, args.context, [n + CHUNK for n in limits])
+    return {"kv_mib": cache / 2**20, "decode": bandwidth / (model.step_bytes + cache), "prefill": args.context * tflops / operations,
+            "step_mib": (model.step_bytes + cache) / 2**20}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True, help="GGUF file")
+    parser.add_argument("--context", type=int, required=True, help="tokens in the conversation")
+    parser.add_argument("--device", choices=sorted(DEVICES), help="one whose data sheet is known")
+    parser.add_argument("--bandwidth", type=float, help="or: GB/s that it reads (deeptutor-bench tells this machine's)")
+    parser.add_argument("--tflops", type=float, help="and TFLOPS")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="docqa")
+    parser.add_argument("--max-cache-size", type=int, help="instead of a preset: for every layer")
+    parser.add_argument("--kv-type", choices=("f16", "int8"), default="f16")
+    args = parser.parse_args()
+    if args.device:
+        args.bandwidth, args.tflops = args.bandwidth or DEVICES[args.device][0], args.tflops or DEVICES[args.device][1]
+    if not args.bandwidth or not args.tflops:
+        parser.error("name a --device, or give --bandwidth and --tflops")
+    args.number_bytes = 2.0 if args.kv_type == "f16" else 1.06
+    model = Model(args.model)
+    off, on = predict(model, args, [args.context] * model.layers), predict(model, args, budgets(model, args))
+    print(f"{args.context} tokens, {args.bandwidth:.0f} GB/s x {DECODE_SHARE}, {args.tflops:g} TFLOPS x {PREFILL_SHARE}")
+    print(f"{'':24}{'TLC off':>12}{'TLC on':>12}{'ratio':>8}")
+    for name, title, ratio in (("kv_mib", "KV cache, MiB", on["kv_mib"] / off["kv_mib"]),
+                               ("step_mib", "read per token, MiB", on["step_mib"] / off["step_mib"]),
+                               ("decode", "decoding, tokens/s", on["decode"] / off["decode"]),
+                               ("prefill", "streaming prefill, t/s", on["prefill"] / off["prefill"])):
+        print(f"{title:24}{off[name]:12.1f}{on[name]:12.1f}{ratio:8.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

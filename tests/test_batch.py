@@ -1,0 +1,157 @@
+"""./deeptutor-batch on a tiny random model (cases.md row 37): one line per row whatever is in the input, each once, also when it was
+killed in between. Invariant of every check: a row's text is that of the same prompt given to a batch alone."""
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from server_support import BATCH, MAKE_MODEL, make_tiny
+
+pytestmark = pytest.mark.skipif(not os.access(BATCH, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK),
+                                reason="DT_BATCH or DT_MAKE_MODEL names no program")
+
+WORDS = "The quick brown fox jumps over the lazy dog while seven wizards wait. "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny(str(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+
+
+def command(model, source, target, *flags):
+    return [BATCH, "-m", model, "-t", "1", "-i", str(source), "-o", str(target), "--temp", "0", "-n", "8", "--chat-template", "chatml",
+            "--kernel", "reference", "--ignore-eos", *flags]
+
+
+def batch(*args, code=0):
+    result = subprocess.run(command(*args), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert result.returncode == code, result.stderr
+    assert result.stdout == ""
+    return result.stderr
+
+
+def lines(path):
+    text = path.read_text()
+    assert text == "" or text.endswith("\n")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len({row["line"] for row in rows}) == len(rows)
+    return {row["line"]: row for row in rows}
+
+
+def openai_row(name, prompt, **body):
+    return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": prompt}], **body}}
+
+
+def test_bad_rows(model, tmp_path):
+    """Every kind of row: one line each, and the good ones' texts."""
+    rows = [
+        json.dumps(openai_row("a", "Hello")), "{bad json", "", json.dumps({"id": 5, "prompt": WORDS}) + "\r", "   ",
+        json.dumps(openai_row("b", WORDS * 100)), json.dumps(openai_row("a", "again")), json.dumps({"prompt": "no id"}),
+        json.dumps({**openai_row("c", "x"), "custom_id": None}), json.dumps(openai_row("d", "x", model="gpt-99")),
+        json.dumps({**openai_row("e", "x"), "url": "/v1/embeddings"}), "[1]", json.dumps({"custom_id": "f"}),
+        json.dumps({"id": "g", "messages": [{"role": "user", "content": "Hello"}], "n": 2}),
+        json.dumps(openai_row("h", "x" * (1 << 20))), '{"id": "\udcff"}'.encode("utf-8", "surrogateescape").decode("latin-1"),
+        json.dumps({"id": "last", "prompt": "no newline", "max_tokens": 3}),
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(rows))
+    log = batch(model, source, target)
+    out = lines(target)
+    assert sorted(out) == [i + 1 for i, row in enumerate(rows) if row.strip()]
+    good = {1, 4, 14, 17}
+    for number, line in out.items():
+        assert (line.get("error") is None) == (number in good), line
+    body = out[1]["response"]["body"]
+    assert out[1]["custom_id"] == "a" and out[1]["response"]["status_code"] == 200
+    assert body["choices"][0]["message"]["content"] == out[14]["text"][0] and out[14]["text"][0] == out[14]["text"][1]
+    assert out[4]["id"] == 5 and out[4]["usage"]["completion_tokens"] == 8 and out[17]["usage"]["completion_tokens"] == 3
+    for number, word in ((2, "JSON"), (6, "1024"), (7, "row 1"), (8, "id"), (9, "custom_id"), (10, "gpt-99"), (11, "url"), (13, "body")):
+        assert word in json.dumps(out[number]["error"]), out[number]
+    assert "15 rows done, 11 of them" in log
+    before = target.read_bytes()
+    assert "15 done before" in batch(model, source, target) and target.read_bytes() == before
+
+
+def test_folder(model, tmp_path):
+    """--each: what rows have in common is computed once, and changes no text."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(f"Text number {i}. " + WORDS * (1 + i % 3))
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    each = "Summarize the following text in a few words and keep to the facts: {text}\nSummary:"
+    log = batch(model, folder, tmp_path / "out.jsonl", "--each", each)
+    out = {row["id"]: row for row in lines(tmp_path / "out.jsonl").values()}
+    assert sorted(out) == sorted(os.listdir(folder)) and "UTF-8" in out["latin.txt"]["error"]
+    source = tmp_path / "one.jsonl"
+    for i in range(6):
+        prompt = each.replace("{text}", (folder / f"{i}.txt").read_text())
+        source.write_text(json.dumps({"id": i, "messages": [{"role": "user", "content": prompt}]}))
+        target = tmp_path / f"one{i}.jsonl"
+        batch(model, source, target)
+        assert lines(target)[1]["text"] == out[f"{i}.txt"]["text"]
+    shared = int(log.split("tokens read (")[1].split()[0])
+    assert shared >= 6 * 60, log
+
+
+def test_killed_in_between(model, tmp_path):
+    """kill -9, a line cut off, and again: no row is lost or repeated."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": i, "prompt": f"Row {i}: " + WORDS, "max_tokens": 30}) + "\n" for i in range(40)))
+    for least in (5, 15):
+        process = subprocess.Popen(command(model, source, target), stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while (target.read_bytes().count(b"\n") if target.exists() else 0) < least and time.monotonic() < until:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with open(target, "ab") as f:
+            f.write(b'{"id":"cut')
+    batch(model, source, target)
+    out = lines(target)
+    assert sorted(out) == list(range(1, 41)) and all(out[i + 1]["id"] == i and out[i + 1]["text"] for i in range(40))
+    whole = tmp_path / "whole.jsonl"
+    batch(model, source, whole)
+    assert {k: v["text"] for k, v in lines(whole).items()} == {k: v["text"] for k, v in out.items()}
+
+
+def test_interrupted(model, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": i, "prompt": f"Row {i}: " + WORDS, "max_tokens": 60}) + "\n" for i in range(60)))
+    process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while (target.read_bytes().count(b"\n") if target.exists() else 0) < 3 and time.monotonic() < until:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "the same command goes on" in log
+    assert all(row.get("text") for row in lines(target).values())
+
+
+def test_refused(model, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"id": 1, "prompt": "x"}) + "\n")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(source)
+    hard = tmp_path / "hard.jsonl"
+    os.link(source, hard)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"something": "else"}\n')
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for args, word in [((source, source), "-o"), ((source, link), "-o"), ((link, source), "-o"), ((source, hard), "-o"),
+                       ((source, other), "something else"), ((tmp_path / "none", tmp_path / "o"), "can't be read"),
+                       ((folder, tmp_path / "o"), "--each"), ((folder, folder / "o", "--each", "x {text}"), "-o"),
+                       ((source, tmp_path / "o", "--each", "x {text}"), "folder"), ((folder, tmp_path / "o", "--each", "x"), "{text}")]:
+        before = source.read_bytes()
+        assert word in batch(model, *args, code=2), args
+        assert source.read_bytes() == before and not (tmp_path / "o").exists()
+    assert other.read_text() == '{"something": "else"}\n'
+    good = tmp_path / "good.jsonl"
+    batch(model, source, good)
+    source.write_text(json.dumps({"id": 2, "prompt": "x"}) + "\n")
+    assert "another input" in batch(model, source, good, code=2)

@@ -1,0 +1,561 @@
+/*
+ * Caches that are at home on a device, computed by ggml's operators (graph/device_cache.h): against the scalar reference of attention,
+ * for every shape, precision and prefill; the same evictions; forks, files, rewinds and drafts on them.
+ *
+ * The CPU stands for the device: by kernel "ggml" (and "ggml_matmul", without fused attention), and as the device "ggml-cpu", which has
+ * layers, weights and cache of its own. DT_TEST_DEVICE=vulkan (or another name) runs all of it there instead.
+ */
+#include "engine/engine.h"
+#include "support/cmocka_all.h"
+#include "support/compare.h"
+#include "support/fixture.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Of the logits' standard deviation. Fused attention of ggml's CPU sums values in halves; the products only round queries and weights
+ * to them. INT8 has a scale for 32 numbers there, for a whole key in the reference. */
+#define FUSED_TOLERANCE 4e-2
+#define PRODUCTS_TOLERANCE 1.5e-2
+#define INT8_TOLERANCE 2.5e-1
+#define N_CTX 640
+
+typedef struct way {
+    const char *device, *kernel;
+    int32_t n_layers; /* on the device; 0 = all */
+} way;
+
+static const way cpu_ways[] = {{NULL, "ggml", 0}, {NULL, "ggml_matmul", 0}, {"ggml-cpu", NULL, 0}, {"ggml-cpu,ggml-cpu", NULL, 2}};
+
+/* The i-th way to compute elsewhere; false past the last. */
+static bool get_way(size_t i, way *out) {
+    const char *name = getenv("DT_TEST_DEVICE");
+    const way device_ways[] = {{name, NULL, 0}, {name, "ggml_matmul", 0}, {name, NULL, 2}};
+    const bool there = i < (name ? sizeof device_ways : sizeof cpu_ways) / sizeof(way);
+    if (there) {
+        *out = name ? device_ways[i] : cpu_ways[i];
+    }
+    return there;
+}
+
+static double tolerance(const way *w, dt_kv_type type) {
+    const bool products = w->kernel != NULL && strcmp(w->kernel, "ggml_matmul") == 0;
+    return type == DT_KV_INT8 ? INT8_TOLERANCE : products ? PRODUCTS_TOLERANCE : FUSED_TOLERANCE;
+}
+
+static tiny_model_params model_params(void) {
+    tiny_model_params p = tiny_model_default_params();
+    p.type = GGML_TYPE_F32;
+    p.n_layers = 3;
+    p.n_ctx = N_CTX;
+    p.n_heads = 6;
+    p.n_kv_heads = 2;
+    return p;
+}
+
+static dt_model *open_on(const char *path, const way *w) {
+    const dt_model_params params = {.no_extra_buffers = true, .device = w->device, .n_device_layers = w->n_layers};
+    dt_model *model = NULL;
+    dt_error error = {0};
+    if (dt_model_open(path, &params, &model, &error) != DT_OK) {
+        fail_msg("%s", error.message);
+    }
+    return model;
+}
+
+static dt_session_params small_params(const way *w) {
+    return (dt_session_params){.n_threads = 1, .n_batch = 48, .kv_block_tokens = 16, .kernel = w ? w->kernel : "reference"};
+}
+
+/* ---- attention ---- */
+
+static void compare_shape(int32_t n_rep, int32_t head_dim, dt_kv_type type) {
+    enum { N = 300, STEPS = 3 };
+    tiny_model_params p = model_params();
+    p.n_layers = 2;
+    p.head_dim = head_dim;
+    p.n_kv_heads = n_rep == 8 ? 1 : 2;
+    p.n_heads = n_rep * p.n_kv_heads;
+    const char *path = write_tiny(&p);
+    dt_model *plain = open_on(path, &(way){0});
+    const size_t n_vocab = (size_t)dt_model_get_info(plain)->n_vocab;
+    int32_t tokens[N + STEPS];
+    random_tokens(tokens, N + STEPS, 3, (int32_t)n_vocab, 7);
+    way w;
+    for (size_t i = 0; get_way(i, &w) && i < (head_dim == 64 ? 4 : 2); i++) {
+        dt_model *model = open_on(path, &w);
+        dt_session_params here = small_params(NULL), there = small_params(&w);
+        here.kv_type = there.kv_type = type;
+        dt_session *a = open_session(plain, &here), *b = open_session(model, &there);
+        sync_tokens(a, tokens, N);
+        sync_tokens(b, tokens, N);
+        double worst = logit_error(dt_session_logits(b), dt_session_logits(a), n_vocab);
+        for (int32_t step = 0; step < STEPS; step++) {
+            append_token(a, tokens[N + step]);
+            append_token(b, tokens[N + step]);
+            const double error = logit_error(dt_session_logits(b), dt_session_logits(a), n_vocab);
+            worst = error > worst ? error : worst;
+        }
+        print_message("%s %s, %d query heads a key head of %d, %s: %.5f\n", w.device ? w.device : "cpu", w.kernel ? w.kernel : "",
+                      n_rep, head_dim, type == DT_KV_F16 ? "f16" : "int8", worst);
+        assert_true(worst <= tolerance(&w, type));
+        dt_session_free(a);
+        dt_session_free(b);
+        dt_model_close(model);
+    }
+    dt_model_close(plain);
+}
+
+static void test_shapes(void **state) {
+    (void)state;
+    static const int32_t reps[] = {1, 3, 4, 8}, dims[] = {64, 80, 128};
+    for (size_t i = 0; i < 4; i++) {
+        for (size_t j = 0; j < 3; j++) {
+            compare_shape(reps[i], dims[j], DT_KV_F16);
+        }
+        compare_shape(reps[i], dims[i % 3], DT_KV_INT8);
+    }
+}
+
+/* ---- eviction ---- */
+
+static const char *const configs[] = {
+    "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 40, \"min_cache_size\": 8, \"recent_window\": 8}}",
+    "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 40, \"min_cache_size\": 8, \"recent_window\": 8}}",
+    /* lanes of different lengths, layers of different policies, one that keeps everything */
+    "{\"0\": {\"policy\": \"importance_score\", \"lanes\": [30, 60], \"min_cache_size\": 8, \"recent_window\": 8},"
+    " \"2\": {\"policy\": \"local_window\", \"max_cache_size\": 50, \"min_cache_size\": 8, \"recent_window\": 8, \"sink_tokens\": "
+    "6}}",
+    "{\"budget\": \"adaptive\", \"total_cache_size\": 120, \"layers\": {\"0-\": {\"policy\": \"importance_score\", "
+    "\"max_cache_size\": 80, \"min_cache_size\": 16, \"recent_window\": 8}}}"};
+
+/* What is computed after evictions is the scalar reference over the full cache with the victims hidden, however it was evicted. */
+static void evict_and_compare(dt_model *plain, dt_model *model, const way *w, const char *config, dt_prefill prefill,
+                              dt_kv_type type) {
+    enum { N = 200, STEPS = 12 };
+    const size_t n_vocab = (size_t)dt_model_get_info(plain)->n_vocab;
+    int32_t tokens[N + STEPS];
+    random_tokens(tokens, N + STEPS, 3, (int32_t)n_vocab, 11);
+    dt_eviction *eviction = eviction_from_json(model, config);
+    dt_session_params here = small_params(NULL), there = small_params(w);
+    here.kv_type = there.kv_type = type;
+    there.eviction = eviction;
+    there.prefill = prefill;
+    dt_session *full = open_session(plain, &here), *evicted = open_session(model, &there);
+    double worst = 0;
+    dt_error error = {0};
+    for (size_t n = 48; n < N + 48; n += 48) { /* streaming evicts between chunks: the full cache follows */
+        sync_tokens(evicted, tokens, n < N ? n : N);
+        sync_tokens(full, tokens, n < N ? n : N);
+        hide_evicted(full, evicted);
+    }
+    for (int32_t i = 0; i < STEPS; i++) {
+        append_token(evicted, tokens[N + i]);
+        append_token(full, tokens[N + i]);
+        assert_int_equal(dt_session_check(evicted, &error), DT_OK);
+        const double off = logit_error(dt_session_logits(evicted), dt_session_logits(full), n_vocab);
+        worst = off > worst ? off : worst;
+        hide_evicted(full, evicted);
+    }
+    dt_session_stats stats;
+    dt_session_get_stats(evicted, &stats);
+    assert_true(stats.evicted_tokens > 0);
+    print_message("%s %s, %s, %s: %.5f\n", w->device ? w->device : "cpu", w->kernel ? w->kernel : "",
+                  prefill == DT_PREFILL_FULL ? "full" : "streaming", type == DT_KV_F16 ? "f16" : "int8", worst);
+    assert_true(worst <= tolerance(w, type));
+    dt_session_free(full);
+    dt_session_free(evicted);
+    dt_eviction_free(eviction);
+}
+
+static void test_eviction_is_hiding(void **state) {
+    (void)state;
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    dt_model *plain = open_on(path, &(way){0});
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        for (size_t c = 0; c < sizeof configs / sizeof configs[0]; c++) {
+            evict_and_compare(plain, model, &w, configs[c], c % 2 ? DT_PREFILL_STREAMING : DT_PREFILL_FULL, DT_KV_F16);
+            evict_and_compare(plain, model, &w, configs[c], c % 2 ? DT_PREFILL_FULL : DT_PREFILL_STREAMING,
+                              c == 1 ? DT_KV_INT8 : DT_KV_F16);
+        }
+        dt_model_close(model);
+    }
+    dt_model_close(plain);
+}
+
+/* Where the kernels of the CPU have seen the last queries only, as a device does, both keep the same tokens. */
+static void test_same_decisions(void **state) {
+    (void)state;
+    enum { N = 150 };
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    dt_model *plain = open_on(path, &(way){0});
+    const dt_model_info *info = dt_model_get_info(plain);
+    int32_t tokens[N];
+    random_tokens(tokens, N, 3, info->n_vocab, 13);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        for (size_t c = 0; c < sizeof configs / sizeof configs[0]; c++) {
+            dt_eviction *eviction = eviction_from_json(plain, configs[c]);
+            dt_session_params here = small_params(NULL), there = small_params(&w);
+            here.eviction = there.eviction = eviction;
+            here.n_batch = there.n_batch = N;
+            dt_session *a = open_session(plain, &here), *b = open_session(model, &there);
+            sync_tokens(a, tokens, N);
+            sync_tokens(b, tokens, N);
+            if (c % 2 == 1) { /* a fork of what was held evicts by what the other has seen */
+                there.evict = DT_EVICT_HELD;
+                dt_session *held = open_session(model, &there);
+                dt_error error = {0};
+                sync_tokens(held, tokens, N);
+                dt_session_free(b);
+                assert_int_equal(dt_session_fork(held, eviction, DT_EVICT_ALWAYS, &b, &error), DT_OK);
+                dt_session_free(held);
+            }
+            for (int32_t layer = 0; layer < info->n_layers; layer++) {
+                for (int32_t head = 0; head < info->n_kv_heads[layer]; head++) {
+                    int32_t *kept_a, *kept_b;
+                    size_t n_a, n_b;
+                    dt_error error = {0};
+                    assert_int_equal(dt_session_kept_positions(a, layer, head, &kept_a, &n_a, &error), DT_OK);
+                    assert_int_equal(dt_session_kept_positions(b, layer, head, &kept_b, &n_b, &error), DT_OK);
+                    assert_int_equal(n_a, n_b);
+                    assert_memory_equal(kept_a, kept_b, n_a * sizeof *kept_a);
+                    dt_free(kept_a);
+                    dt_free(kept_b);
+                }
+            }
+            dt_session_free(a);
+            dt_session_free(b);
+            dt_eviction_free(eviction);
+        }
+        dt_model_close(model);
+    }
+    dt_model_close(plain);
+}
+
+/* Entries that stand for several tokens, and hidden ones: biases reach the device through the mask. */
+static void test_biases(void **state) {
+    (void)state;
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    dt_model *plain = open_on(path, &(way){0});
+    const dt_model_info *info = dt_model_get_info(plain);
+    int32_t tokens[101];
+    random_tokens(tokens, 101, 3, info->n_vocab, 17);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        const dt_session_params here = small_params(NULL), there = small_params(&w);
+        dt_session *sessions[] = {open_session(plain, &here), open_session(model, &there)};
+        for (int s = 0; s < 2; s++) {
+            sync_tokens(sessions[s], tokens, 100);
+            dt_error error = {0};
+            for (int32_t e = 5; e < 90; e += 3) {
+                const float bias = e % 2 ? -INFINITY : 1.5f;
+                assert_int_equal(dt_kv_set_bias(dt_session_kv(sessions[s]), e % info->n_layers, e / 3 % 2, e, bias, &error), DT_OK);
+            }
+            append_token(sessions[s], tokens[100]);
+        }
+        assert_true(logit_error(dt_session_logits(sessions[1]), dt_session_logits(sessions[0]), (size_t)info->n_vocab) <=
+                    tolerance(&w, DT_KV_F16));
+        dt_session_free(sessions[0]);
+        dt_session_free(sessions[1]);
+        dt_model_close(model);
+    }
+    dt_model_close(plain);
+}
+
+/* Sliding windows, and what they have passed being dropped; head norms and norms after come along in this family. */
+static void test_windows(void **state) {
+    (void)state;
+    tiny_model_params p = model_params();
+    p.arch = "gemma3";
+    p.n_layers = 4;
+    p.window = 64;
+    const char *path = write_tiny(&p);
+    dt_model *plain = open_on(path, &(way){0});
+    const size_t n_vocab = (size_t)dt_model_get_info(plain)->n_vocab;
+    int32_t tokens[420];
+    random_tokens(tokens, 420, 3, (int32_t)n_vocab, 19);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        const dt_session_params here = small_params(NULL), there = small_params(&w);
+        dt_session *a = open_session(plain, &here), *b = open_session(model, &there);
+        for (size_t n = 40; n <= 400; n += 90) {
+            sync_tokens(a, tokens, n);
+            sync_tokens(b, tokens, n);
+            assert_true(logit_error(dt_session_logits(b), dt_session_logits(a), n_vocab) <= tolerance(&w, DT_KV_F16));
+        }
+        for (size_t n = 400; n < 420; n++) {
+            append_token(a, tokens[n]);
+            append_token(b, tokens[n]);
+            assert_true(logit_error(dt_session_logits(b), dt_session_logits(a), n_vocab) <= tolerance(&w, DT_KV_F16));
+        }
+        dt_session_free(a);
+        dt_session_free(b);
+        dt_model_close(model);
+    }
+    dt_model_close(plain);
+}
+
+/* ---- sessions ---- */
+
+static void save_and_load(const dt_session *from, dt_session *to) {
+    char path[] = "/tmp/dt_test_device_XXXXXX";
+    const int file = mkstemp(path);
+    dt_error error = {0};
+    assert_true(file >= 0);
+    close(file);
+    if (dt_session_save(from, NULL, path, &error) != DT_OK || dt_session_load(to, NULL, path, &error) != DT_OK) {
+        unlink(path);
+        fail_msg("%s", error.message);
+    }
+    unlink(path);
+}
+
+/* A fork, a file loaded on the device or by the CPU's own kernels, and a rewind go on as the session does. */
+static void test_forks_files_and_rewinds(void **state) {
+    (void)state;
+    enum { N = 130, MORE = 20 };
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    dt_model *plain = open_on(path, &(way){0});
+    const size_t n_vocab = (size_t)dt_model_get_info(plain)->n_vocab;
+    int32_t tokens[N + MORE];
+    random_tokens(tokens, N + MORE, 3, (int32_t)n_vocab, 23);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        dt_eviction *eviction = eviction_from_json(model, configs[0]);
+        dt_session_params here = small_params(NULL), there = small_params(&w);
+        there.eviction = here.eviction = eviction;
+        dt_session *session = open_session(model, &there), *fork, *loaded = open_session(model, &there);
+        dt_session *on_host = open_session(plain, &here);
+        dt_error error = {0};
+        sync_tokens(session, tokens, N);
+        assert_int_equal(dt_session_fork(session, eviction, DT_EVICT_ALWAYS, &fork, &error), DT_OK);
+        save_and_load(session, loaded);
+        save_and_load(session, on_host);
+        for (int32_t t = N; t < N + MORE; t++) {
+            dt_session *all[] = {session, fork, loaded, on_host};
+            for (int s = 0; s < 4; s++) {
+                append_token(all[s], tokens[t]);
+                assert_int_equal(dt_session_check(all[s], &error), DT_OK);
+            }
+            assert_memory_equal(dt_session_logits(fork), dt_session_logits(session), n_vocab * sizeof(float));
+            /* entries of a loaded lane may lie in another order */
+            assert_true(logit_error(dt_session_logits(loaded), dt_session_logits(session), n_vocab) <= 1e-4);
+            assert_true(logit_error(dt_session_logits(on_host), dt_session_logits(session), n_vocab) <= tolerance(&w, DT_KV_F16));
+        }
+        dt_session_free(session);
+        dt_session_free(loaded);
+        dt_session_free(on_host);
+        sync_tokens(fork, tokens, 7); /* to before the first round */
+        assert_true(dt_session_logits(fork) != NULL);
+        dt_session_free(fork);
+        there.eviction = NULL;
+        session = open_session(model, &there);
+        sync_tokens(session, tokens, N);
+        float *want = malloc(n_vocab * sizeof *want);
+        memcpy(want, dt_session_logits(session), n_vocab * sizeof *want);
+        int32_t other[N + MORE];
+        memcpy(other, tokens, sizeof other);
+        other[60] ^= 1;
+        sync_tokens(session, other, N + MORE);
+        assert_int_equal(sync_tokens(session, tokens, N).how, DT_SYNC_REWOUND);
+        assert_true(logit_error(dt_session_logits(session), want, n_vocab) <= 1e-3); /* other batch sizes */
+        free(want);
+        dt_session_free(session);
+        dt_eviction_free(eviction);
+        dt_model_close(model);
+    }
+    dt_model_close(plain);
+}
+
+/* A long conversation: what is counted is what is there, limits hold, nothing grows; then drafts that are taken back. */
+static void test_long_run_and_drafts(void **state) {
+    (void)state;
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        const dt_model_info *info = dt_model_get_info(model);
+        dt_eviction *eviction = eviction_from_json(model, configs[1]);
+        dt_session_params params = small_params(&w);
+        params.eviction = eviction;
+        params.prefill = DT_PREFILL_STREAMING;
+        params.kv_memory = 64u << 20;
+        dt_session *session = open_session(model, &params);
+        int32_t tokens[300];
+        random_tokens(tokens, 300, 3, info->n_vocab, 29);
+        sync_tokens(session, tokens, 300);
+        dt_session_stats stats;
+        dt_session_get_stats(session, &stats);
+        const uint64_t before = stats.kv_bytes;
+        dt_draft *draft = NULL;
+        dt_sampler *sampler = NULL;
+        dt_sampler_params greedy_params = dt_sampler_default_params();
+        greedy_params.temp = 0;
+        greedy_params.ignore_end = false;
+        dt_error error = {0};
+        assert_int_equal(dt_draft_from_lookup(8, &draft, &error), DT_OK);
+        assert_int_equal(dt_sampler_new(model, &greedy_params, &sampler, &error), DT_OK);
+        dt_generate_result result;
+        assert_int_equal(dt_generate_drafted(session, sampler, draft, 120, NULL, NULL, &result, &error), DT_OK);
+        assert_int_equal(dt_session_check(session, &error), DT_OK);
+        dt_session_get_stats(session, &stats);
+        assert_true(stats.kv_bytes <= before + before / 8 && stats.kv_bytes_peak <= params.kv_memory);
+        for (int32_t layer = 0; layer < info->n_layers; layer++) {
+            dt_layer_stats of_layer;
+            assert_int_equal(dt_session_get_layer_stats(session, layer, &of_layer), DT_OK);
+            assert_true(of_layer.length <= 40);
+        }
+        dt_draft_free(draft);
+        dt_sampler_free(sampler);
+        dt_session_free(session);
+        dt_eviction_free(eviction);
+        dt_model_close(model);
+    }
+}
+
+/* Sessions of a group, whose steps are computed one by one there, are what they are alone. */
+static void test_group(void **state) {
+    (void)state;
+    enum { N = 70, STEPS = 12 };
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        const int32_t n_vocab = dt_model_get_info(model)->n_vocab;
+        dt_eviction *eviction = eviction_from_json(model, configs[1]);
+        dt_group *group = NULL;
+        dt_error error = {0};
+        const dt_group_params group_params = {.n_threads = 1, .kernel = w.kernel};
+        assert_int_equal(dt_group_new(model, &group_params, &group, &error), DT_OK);
+        dt_session *alone[2], *together[2];
+        int32_t tokens[2][N + STEPS];
+        dt_step steps[2];
+        for (int s = 0; s < 2; s++) {
+            dt_session_params params = small_params(&w);
+            params.n_batch = N;
+            params.eviction = eviction;
+            alone[s] = open_session(model, &params);
+            params.group = group;
+            together[s] = open_session(model, &params);
+            random_tokens(tokens[s], N + STEPS, 3, n_vocab, 37 + (uint64_t)s);
+            sync_tokens(alone[s], tokens[s], N);
+            steps[s] = (dt_step){.session = together[s], .tokens = tokens[s], .n = N, .probability = 1.0f};
+        }
+        assert_int_equal(dt_group_step(group, steps, 2, &error), DT_OK);
+        for (int32_t t = N; t < N + STEPS; t++) {
+            for (int s = 0; s < 2; s++) {
+                append_token(alone[s], tokens[s][t]);
+                steps[s] = (dt_step){.session = together[s], .tokens = tokens[s] + t, .n = 1, .probability = 1.0f};
+            }
+            assert_int_equal(dt_group_step(group, steps, 2, &error), DT_OK);
+            for (int s = 0; s < 2; s++) {
+                assert_memory_equal(dt_session_logits(together[s]), dt_session_logits(alone[s]), (size_t)n_vocab * sizeof(float));
+            }
+        }
+        for (int s = 0; s < 2; s++) {
+            dt_session_free(alone[s]);
+            dt_session_free(together[s]);
+        }
+        dt_group_free(group);
+        dt_eviction_free(eviction);
+        dt_model_close(model);
+    }
+}
+
+/* Families with other parts in a layer, on a device as a whole. */
+static void test_families(void **state) {
+    (void)state;
+    static const char *const archs[] = {"llama", "qwen2", "qwen3", "gemma3", "chatglm", "glm4"};
+    for (size_t a = 0; a < sizeof archs / sizeof archs[0]; a++) {
+        tiny_model_params p = model_params();
+        p.arch = archs[a];
+        p.biases = strcmp(archs[a], "qwen2") == 0;
+        p.n_experts = a == 0 ? 4 : 0;
+        p.n_experts_used = a == 0 ? 2 : 0;
+        const char *path = write_tiny(&p);
+        dt_model *plain = open_on(path, &(way){0});
+        const size_t n_vocab = (size_t)dt_model_get_info(plain)->n_vocab;
+        int32_t tokens[60];
+        random_tokens(tokens, 60, 3, (int32_t)n_vocab, 31);
+        way w;
+        for (size_t i = 2; get_way(i, &w); i++) {
+            dt_model *model = open_on(path, &w);
+            const dt_session_params here = small_params(NULL), there = small_params(&w);
+            dt_session *x = open_session(plain, &here), *y = open_session(model, &there);
+            sync_tokens(x, tokens, 60);
+            sync_tokens(y, tokens, 60);
+            assert_true(logit_error(dt_session_logits(y), dt_session_logits(x), n_vocab) <= tolerance(&w, DT_KV_F16));
+            dt_session_free(x);
+            dt_session_free(y);
+            dt_model_close(model);
+        }
+        dt_model_close(plain);
+    }
+}
+
+static void test_errors(void **state) {
+    (void)state;
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    dt_model *model = NULL;
+    dt_error error = {0};
+    const dt_model_params unknown = {.device = "toaster"};
+    assert_int_equal(dt_model_open(path, &unknown, &model, &error), DT_ERR_ARGUMENT);
+    assert_non_null(strstr(error.message, "toaster"));
+    const dt_model_params cpu = {.device = "CPU"};
+    assert_int_equal(dt_model_open(path, &cpu, &model, &error), DT_OK);
+    assert_string_equal(dt_model_get_info(model)->device, "cpu");
+    /* what the device has no way to collect is refused, not left out */
+    dt_eviction *eviction = eviction_from_json(
+        model, "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 64}}");
+    dt_session_params params = small_params(&cpu_ways[0]);
+    params.eviction = eviction;
+    dt_session *session = NULL;
+    assert_int_equal(dt_session_new(model, &params, &session, &error), DT_ERR_UNSUPPORTED);
+    assert_non_null(strstr(error.message, "reconstruct"));
+    dt_eviction_free(eviction);
+    /* INT8 has another form on a device than in a file */
+    params.eviction = NULL;
+    params.kv_type = DT_KV_INT8;
+    session = open_session(model, &params);
+    const int32_t token = 5;
+    sync_tokens(session, &token, 1);
+    assert_int_equal(dt_session_save(session, NULL, "/tmp/dt_test_device_never", &error), DT_ERR_UNSUPPORTED);
+    dt_session_free(session);
+    dt_model_close(model);
+    const dt_model_params split = {.device = "ggml-cpu", .n_device_layers = 2};
+    assert_int_equal(dt_model_open(path, &split, &model, &error), DT_OK);
+    assert_string_equal(dt_model_get_info(model)->device, "ggml-cpu (layers 0-1)");
+    dt_model_close(model);
+    char *list = NULL;
+    assert_int_equal(dt_devices_describe(&list, &error), DT_OK);
+    assert_non_null(strstr(list, "cpu"));
+    dt_free(list);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_shapes),         cmocka_unit_test(test_eviction_is_hiding),
+        cmocka_unit_test(test_same_decisions), cmocka_unit_test(test_biases),
+        cmocka_unit_test(test_windows),        cmocka_unit_test(test_forks_files_and_rewinds),
+        cmocka_unit_test(test_families),       cmocka_unit_test(test_long_run_and_drafts),
+        cmocka_unit_test(test_errors),         cmocka_unit_test(test_group),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,480 @@
+"""./deeptutor-server from outside, on a tiny random model: what it answers, and what it does under load and with odd clients
+(cases.md rows 12, 22, 24-26, 32-36). Invariant of every check on text: the same request given alone gets the same text."""
+import http.client
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+
+import pytest
+
+from server_support import MAKE_MODEL, SERVER, Server, make_tiny, serving, text_of
+
+pytestmark = pytest.mark.skipif(not os.access(SERVER, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK),
+                                reason="DT_SERVER or DT_MAKE_MODEL names no program")
+
+FLAGS = ("--chat-template", "chatml", "-np", "4", "--queue", "16", "-b", "64", "--kernel", "reference", "--ignore-eos", "--idle", "16")
+WORDS = "The quick brown fox jumps over the lazy dog while seven wizards wait. "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny(str(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    with serving(model, tmp_path_factory.mktemp("server"), *FLAGS) as s:
+        yield s
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+# ---- answers ----
+
+def test_models_health_metrics(server):
+    status, answer, _ = server.ask("/v1/models")
+    assert status == 200 and [m["id"] for m in answer["data"]] == ["tiny"]
+    assert server.ask("/health")[:2] == (200, {"status": "ok"})
+    status, page, headers = server.ask("/")
+    assert status == 200 and headers["Content-Type"].startswith("text/html") and b"<" in page
+    status, props, _ = server.ask("/props")
+    assert status == 200 and props["n_layers"] == 2 and props["eviction"]["enabled"] is False
+    status, text, headers = server.ask("/metrics")
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    for line in text.decode().splitlines():
+        assert line.startswith("# ") or math.isfinite(float(line.rsplit(" ", 1)[1])), line
+
+
+def test_tokenize(server):
+    status, answer, _ = server.ask("/tokenize", {"content": "Hello there"})
+    assert status == 200 and all(isinstance(t, int) for t in answer["tokens"])
+    assert server.ask("/detokenize", answer)[1]["content"] == "Hello there"
+    assert server.ask("/tokenize", {"text": 1})[0] == 400
+
+
+def test_stream_is_the_text(server):
+    """Stops that begin in mid-token, never complete, or overlap: nothing of one is sent, nothing else is lost."""
+    plain = server.complete(prompt=WORDS, max_tokens=40)
+    text = text_of(plain)
+    assert plain["usage"]["completion_tokens"] == 40 and plain["choices"][0]["finish_reason"] == "length"
+    stops = [[], ["no such text"], [text[10:13]], [text[15:16], text[15:18]], [text[20:25] + "\x01never"], [text[-3:]]]
+    for stop in stops:
+        cut = min([text.index(s) for s in stop if s in text], default=len(text))
+        answer = server.complete(prompt=WORDS, max_tokens=40, stop=stop)
+        assert text_of(answer) == text[:cut], stop
+        assert answer["choices"][0]["finish_reason"] == ("stop" if cut < len(text) else "length")
+        pieces = server.stream("/v1/completions", prompt=WORDS, max_tokens=40, stop=stop)
+        assert "".join(text_of(p) for p in pieces) == text[:cut], stop
+        assert pieces[-1]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
+
+
+def test_chat_stream(server):
+    messages = user("Tell me something")
+    whole = server.chat(messages, max_tokens=20)
+    pieces = server.stream("/v1/chat/completions", messages=messages, max_tokens=20, stream_options={"include_usage": True})
+    assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(p["choices"][0]["delta"].get("content", "") for p in pieces[:-1]) == text_of(whole)
+    assert pieces[-1]["choices"] == [] and pieces[-1]["usage"]["completion_tokens"] == 20
+    assert pieces[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("shape", [
+    {"content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}, {"content": "Hello", "name": "me"}])
+def test_content_shapes(server, shape):
+    plain = server.chat(user("Hello"), max_tokens=8)
+    for role in ("user", "system", "developer", "assistant"):
+        reference = server.chat([{"role": role, "content": "Hello"}], max_tokens=8)
+        answer = server.chat([{"role": role, **shape}], max_tokens=8, stop=None, seed=None, tools=[], metadata={"a": 1}, unknown=2)
+        assert text_of(answer) == text_of(reference)
+        assert answer["usage"]["prompt_tokens"] == reference["usage"]["prompt_tokens"]
+    assert text_of(server.chat([{"role": "user", "content": None}], max_tokens=2)) is not None
+    assert plain["usage"]["prompt_tokens"] > 0
+
+
+def test_choices_and_seeds(server):
+    body = dict(prompt=WORDS, max_tokens=12, temperature=1.0, top_k=0, n=3, seed=7)
+    answer = server.complete(**body)
+    texts = [c["text"] for c in answer["choices"]]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2] and len(set(texts)) == 3
+    assert [c["text"] for c in server.complete(**body)["choices"]] == texts
+    assert server.complete(**{**body, "n": 1})["choices"][0]["text"] == texts[0]
+    assert server.complete(**{**body, "seed": 8})["choices"][0]["text"] == texts[1]
+    streamed = ["", "", ""]
+    for piece in server.stream("/v1/completions", **body):
+        streamed[piece["choices"][0]["index"]] += piece["choices"][0]["text"]
+    assert streamed == texts
+
+
+def test_many_prompts(server):
+    prompts = ["One", "Two " + WORDS, "Three"]
+    alone = [text_of(server.complete(prompt=p, max_tokens=6)) for p in prompts]
+    answer = server.complete(prompt=prompts, max_tokens=6)
+    assert [c["text"] for c in answer["choices"]] == alone
+    tokens = [server.ask("/tokenize", {"content": p, "add_special": True})[1]["tokens"] for p in prompts]
+    assert [c["text"] for c in server.complete(prompt=tokens, max_tokens=6)["choices"]] == alone
+    assert text_of(server.complete(prompt=tokens[1], max_tokens=6)) == alone[1]
+
+
+def test_logprobs(server):
+    answer = server.complete(prompt=WORDS, max_tokens=5, logprobs=3)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 5
+    for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]):
+        assert math.isfinite(value) and value <= 0 and value == max(top.values()) and top[token] == value
+    chat = server.chat(user("Hi"), max_tokens=5, logprobs=True, top_logprobs=2)
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert [e["logprob"] == e["top_logprobs"][0]["logprob"] for e in content] == [True] * len(content)
+    assert len(content) == chat["usage"]["completion_tokens"]
+    pieces = server.stream("/v1/chat/completions", messages=user("Hi"), max_tokens=5, logprobs=True, top_logprobs=2)
+    streamed = [e for p in pieces for e in (p["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert [(e["token"], e["bytes"]) for e in streamed] == [(e["token"], e["bytes"]) for e in content]
+    assert all(abs(a["logprob"] - b["logprob"]) < 1e-3 for a, b in zip(streamed, content))
+
+
+def test_echo(server):
+    """Logprobs of the prompt: the first null, the others those that the same tokens get when they are generated."""
+    for n in (0, 1):
+        answer = server.complete(prompt="Seven wizards", max_tokens=n, echo=True, logprobs=2)
+        choice, prompt_tokens = answer["choices"][0], answer["usage"]["prompt_tokens"]
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith("Seven wizards") and len(logprobs["tokens"]) == prompt_tokens + n
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert all(math.isfinite(x) and x <= 0 for x in logprobs["token_logprobs"][1:])
+    generated = server.complete(prompt="Seven wizards", max_tokens=6, logprobs=1)["choices"][0]
+    tokens = server.ask("/tokenize", {"content": "Seven wizards", "add_special": True})[1]["tokens"]
+    whole = server.complete(prompt="Seven wizards", max_tokens=6)
+    ids = server.ask("/tokenize", {"content": "Seven wizards" + text_of(whole), "add_special": True})[1]["tokens"]
+    scored = server.complete(prompt=ids, max_tokens=0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    if ids[:len(tokens)] == tokens and len(ids) == len(tokens) + 6:
+        for a, b in zip(scored["token_logprobs"][len(tokens):], generated["logprobs"]["token_logprobs"]):
+            assert abs(a - b) < 1e-3
+
+
+def test_json_schema(server):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    answer = server.chat(user("Give me JSON"), max_tokens=60, ignore_eos=False,
+                         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert answer["choices"][0]["finish_reason"] == "stop" and set(json.loads(text_of(answer))) == {"a"}
+    answer = server.complete(prompt="x", max_tokens=20, ignore_eos=False, grammar='root ::= "yes" | "no"')
+    assert text_of(answer) in ("yes", "no") and answer["choices"][0]["finish_reason"] == "stop"
+
+
+# ---- bodies that must be refused ----
+
+@pytest.mark.parametrize("body,word", [
+    ({}, "messages"), ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [1]}, "messages[0]"),
+    ({"messages": [{"role": "king", "content": ""}]}, "role"), ({"messages": [{"role": "user", "content": 3}]}, "content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "text"),
+    ({"messages": user("x"), "temperature": -1}, "temperature"), ({"messages": user("x"), "temperature": "hot"}, "temperature"),
+    ({"messages": user("x"), "max_tokens": -1}, "max_tokens"), ({"messages": user("x"), "max_tokens": 1.5}, "max_tokens"),
+    ({"messages": user("x"), "n": 0}, "n must"), ({"messages": user("x"), "n": 99}, "n must"),
+    ({"messages": user("x"), "stop": [1]}, "stop"), ({"messages": user("x"), "stop": ["a"] * 17}, "stop"),
+    ({"messages": user("x"), "stop": "x" * 300}, "stop"), ({"messages": user("x"), "tools": [{}]}, "tools"),
+    ({"messages": user("x"), "logit_bias": {"1": 2}}, "logit_bias"), ({"messages": user("x"), "presence_penalty": 1}, "presence"),
+    ({"messages": user("x"), "top_logprobs": 3}, "logprobs"), ({"messages": user("x"), "logprobs": 3}, "logprobs"),
+    ({"messages": user("x"), "grammar": "root ::= ("}, "grammar"), ({"messages": user("x"), "stream": "yes"}, "stream"),
+    ({"messages": user("x"), "response_format": {"type": "xml"}}, "response_format"),
+    ({"messages": user("x"), "eviction": {"preset": "nonesuch"}}, "nonesuch"), ({"messages": user("x"), "eviction": 3}, "eviction"),
+    ({"messages": user("x"), "eviction": {"config": {"0-99": {"policy": "no"}}}}, "policy"),
+    ({"messages": user(WORDS * 100)}, "1024"),
+])
+def test_refused(server, body, word):
+    status, answer, _ = server.ask("/v1/chat/completions", body)
+    assert status == 400 and word in answer["error"]["message"], answer
+    assert answer["error"]["type"] == "invalid_request_error" and "\n" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("raw", [
+    b"", b"{", b"[]", b"nul", b'{"prompt": "\xff"}', b'{"prompt": "a\\u0000b"}', b'{"prompt": "\\ud800"}', b"[" * 100000,
+    b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"max_tokens": 1e999, "prompt": "x"}', b'{"max_tokens": ' + b"9" * 400 + b', "prompt": "x"}',
+    b'{"prompt": "x", "temperature": NaN}', b'{"prompt": [[]]}', b'{"prompt": [99999999]}', b'{"prompt": [-1]}', b'{"prompt": []}',
+    b'{"prompt": {"a": 1}}', b'{"prompt": "x", "json_schema": ' + b'{"items":' * 60 + b"1" + b"}" * 60 + b"}",
+    b'{"prompt": "x", "suffix": "y"}', b'{"prompt": "x", "logprobs": 99}', b'{"prompt": "x", "best_of": 3}',
+])
+def test_hostile_bodies(server, raw):
+    status, answer, _ = server.ask("/v1/completions", raw=raw)
+    if raw == b'{"prompt": [[]]}':  # as an empty text: there is a start token to begin from, or there is none
+        assert status in (200, 400)
+    else:
+        assert status == 400 and len(answer["error"]["message"]) > 10, answer
+    assert server.ask("/health")[0] == 200
+
+
+def test_paths_and_methods(server):
+    assert server.ask("/nonesuch")[0] == 404 and server.ask("/v1/completions")[0] == 405
+    assert server.ask("/health", {}, method="POST")[0] == 405
+    status, answer, _ = server.ask("/v1/completions", {"prompt": "x", "model": "gpt-99"})
+    assert status == 404 and "gpt-99" in answer["error"]["message"]
+    assert server.ask("/v1/completions", {"prompt": "x", "model": "tiny", "max_tokens": 1})[0] == 200
+
+
+def test_limits(server):
+    """At the context's end, beyond it, and nothing to generate; the next request works (rows 24-26)."""
+    tokens = [5] * 1024
+    assert server.complete(prompt=tokens[:1023], max_tokens=9)["choices"][0]["finish_reason"] == "length"
+    assert server.complete(prompt=tokens, max_tokens=1)["usage"]["completion_tokens"] == 1
+    status, answer, _ = server.ask("/v1/completions", {"prompt": tokens + [5], "max_tokens": 1})
+    assert status == 400 and "1025" in answer["error"]["message"] and "1024" in answer["error"]["message"]
+    empty = server.complete(prompt="some text", max_tokens=0)
+    assert text_of(empty) == "" and empty["choices"][0]["finish_reason"] == "length" and empty["usage"]["completion_tokens"] == 0
+    assert server.complete(prompt="some text", max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert server.ask("/v1/completions", {"prompt": "", "max_tokens": 2})[0] in (200, 400)
+
+
+# ---- conversations ----
+
+def test_turns_compute_only_what_is_new(server):
+    """Row 12: replies sent back as received, and as an application would trim them. Noise is the hard case: its text, tokenized again,
+    gives other tokens than it was generated with."""
+    for trim in (False, True):
+        messages, retokenized = [{"role": "system", "content": "Be brief. " + str(trim) + WORDS * 4}], 0
+        for turn in range(5):
+            content = f"Question {turn}:  two  spaces,\nnewline, \U0001F600 and code();"
+            messages.append({"role": "user", "content": content})
+            answer = server.chat(messages, max_tokens=40, repeat_penalty=1.3)
+            usage, reply = answer["usage"], text_of(answer)
+            new = f"<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+            n_new = len(server.ask("/tokenize", {"content": new})[1]["tokens"])
+            computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+            assert turn == 0 or computed <= n_new + 3, (turn, computed, n_new)
+            retokenized += len(server.ask("/tokenize", {"content": reply})[1]["tokens"]) != 40
+            messages.append({"role": "assistant", "content": reply.strip() if trim else reply})
+        assert retokenized > 0  # else the test shows nothing
+
+
+def test_shared_beginning(server):
+    """Conversations that begin alike share what they have in common, and don't disturb each other."""
+    system = {"role": "system", "content": "Common instruction. " + WORDS * 6}
+    first = server.chat([system, *user("Alpha")], max_tokens=10)
+    second = server.chat([system, *user("Beta, rather")], max_tokens=10)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    again = server.chat([system, *user("Alpha")], max_tokens=10)
+    assert text_of(again) == text_of(first)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
+
+
+def test_eviction_of_a_request(server):
+    """A budget that is never reached changes nothing; one that is says so."""
+    prompt = WORDS * 10
+    plain = server.complete(prompt=prompt, max_tokens=20)
+    wide = server.complete(prompt=prompt, max_tokens=20, eviction={"preset": "docqa"})
+    assert text_of(wide) == text_of(plain) and wide["eviction"] == {"name": "preset docqa", "evicted_tokens": 0}
+    narrow = server.complete(prompt=prompt, max_tokens=20, eviction={"preset": "chat", "max_cache_size": 160, "min_cache_size": 100},
+                             tlc=True)
+    assert narrow["eviction"]["evicted_tokens"] > 0
+    tlc = narrow["tlc"]
+    assert tlc["phase"] == "done" and len(tlc["layers"]) == 2 and tlc["kv_bytes"] < tlc["kv_bytes_full"]
+    for layer in tlc["layers"]:
+        assert layer["max"] == 160 and 0 < layer["length"] <= 160 and len(layer["strip"]) == 128
+        assert layer["strip"][0] > "0" and layer["strip"][-1] == "f" and "0" in layer["strip"]
+        kept = sum(int(c, 16) for c in layer["strip"]) / 15 / 128
+        assert abs(kept - layer["mean_length"] / tlc["strip_tokens"]) < 0.1
+    config = {"0-1": {"policy": "local_window", "max_cache_size": 144, "min_cache_size": 100, "recent_window": 64}}
+    assert server.complete(prompt=prompt, max_tokens=4, eviction={"config": config})["eviction"]["evicted_tokens"] > 0
+
+
+def test_tlc_events(server):
+    events = server.stream("/v1/chat/completions", messages=user(WORDS * 8), max_tokens=16, tlc=True)
+    tlc = [e for e in events if e.get("object") == "tlc"]
+    assert tlc[0]["phase"] in ("prefill", "decode") and tlc[-1]["phase"] == "done"
+    assert all("strip" in layer for layer in tlc[-1]["layers"]) and tlc[-1]["generated_tokens"] == 16
+    assert not any(e.get("object") == "tlc" for e in server.stream("/v1/chat/completions", messages=user("x"), max_tokens=4))
+
+
+# ---- load and odd clients ----
+
+def test_together_as_alone(server):
+    """Row 35: answers of parallel users don't mix."""
+    bodies = [dict(prompt=f"Secret {i}: " + WORDS * (1 + 2 * (i % 4)) + f"word{i}", max_tokens=12) for i in range(12)]
+    alone = [text_of(server.complete(**b)) for b in bodies]
+    results = [None] * len(bodies)
+
+    def work(i):
+        results[i] = server.complete(**bodies[i])
+
+    for _ in range(2):
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(bodies))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert [text_of(r) for r in results] == alone
+
+
+def test_queue_is_bounded(server):
+    """More than run and may wait at once: those beyond are told when to come again, and none hangs."""
+    sockets = [server.send({"prompt": f"{i}", "max_tokens": 200}) for i in range(40)]
+    answers = []
+    for s in sockets:
+        response = http.client.HTTPResponse(s)
+        response.begin()
+        answers.append((response.status, json.loads(response.read()), response.getheader("Retry-After")))
+        s.close()
+    refused = [a for a in answers if a[0] == 429]
+    assert {a[0] for a in answers} == {200, 429} and len(refused) <= 24, [a[0] for a in answers]
+    for _, answer, seconds in refused:
+        assert answer["error"]["type"] == "rate_limit_error" and 1 <= int(seconds) <= 60
+    server.wait_idle()
+    assert server.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["close", "reset", "after_one"])
+def test_hang_up(server, how, stream):
+    """Row 32: a client that is gone frees its work."""
+    before = server.metrics()
+    for _ in range(3):
+        s = server.send({"prompt": WORDS * 3, "max_tokens": 800, "ignore_eos": True, "stream": stream})
+        if how == "after_one" and stream:
+            s.recv(1)
+        else:
+            time.sleep(0.1)
+        if how == "reset":
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        s.close()
+    after = server.wait_idle()
+    done = after['deeptutor_requests_total{outcome="cancelled"}'] - before['deeptutor_requests_total{outcome="cancelled"}']
+    assert done == 3, (before, after)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_close(server, stream):
+    """Who only closes his sending half still gets the answer."""
+    whole = server.complete(prompt=WORDS, max_tokens=300, ignore_eos=True)
+    s = server.send({"prompt": WORDS, "max_tokens": 300, "ignore_eos": True, "stream": stream})
+    s.shutdown(socket.SHUT_WR)
+    data = b""
+    while piece := s.recv(1 << 16):
+        data += piece
+    s.close()
+    assert b" 200 OK" in data
+    if stream:
+        assert b"data: [DONE]" in data
+    else:
+        assert json.loads(data[data.rindex(b"\r\n\r\n") + 4:])["choices"] == whole["choices"]
+
+
+def test_slow_reader(server):
+    slow = server.send({"prompt": "x", "max_tokens": 800, "ignore_eos": True, "stream": True})
+    assert slow.recv(1)
+    quick = server.complete(prompt="quick", max_tokens=8)
+    assert quick["usage"]["completion_tokens"] == 8
+    slow.close()
+    server.wait_idle()
+
+
+def test_no_growth(server):
+    """Row 34: unique prompts with logprobs, errors and hang-ups mixed in; memory stays where it was."""
+    def resident():
+        with open(f"/proc/{server.process.pid}/status") as f:
+            return sum(int(line.split()[1]) for line in f if line.startswith(("RssAnon", "VmSwap")))
+
+    if not os.path.exists(f"/proc/{server.process.pid}/status"):
+        pytest.skip("needs /proc")
+
+    def rounds(first, n):
+        for i in range(first, first + n):
+            server.complete(prompt=f"unique {i}", max_tokens=2, logprobs=2, echo=i % 2 == 0)
+            server.ask("/v1/completions", raw=b"{" + b"x" * (i % 100))
+            if i % 10 == 0:
+                server.send({"prompt": f"gone {i}", "max_tokens": 50}).close()
+
+    rounds(0, 80)  # until idle conversations, of which 16 are kept, come and go
+    server.wait_idle()
+    before = resident()
+    rounds(80, 160)
+    server.wait_idle()
+    assert resident() - before < 800, (before, resident())  # KiB
+
+
+# ---- limits of memory, restart, stop ----
+
+def test_memory_ceiling(model, tmp_path):
+    """Conversations beyond the ceiling go to disk and come back; after a kill -9 what is on disk is found again."""
+    folder = tmp_path / "sessions"
+    flags = (*FLAGS, "-np", "8", "--queue", "64", "--kv-memory", "600K", "--session-dir", str(folder))
+    prompts = [f"Conversation number {i}. " + WORDS * 6 for i in range(12)]
+    server = Server(model, *flags, log=str(tmp_path / "first.log"))
+    texts = [text_of(server.complete(prompt=p, max_tokens=10)) for p in prompts]
+    m = server.metrics()
+    assert m["deeptutor_kv_bytes_peak"] <= 600 << 10 and m['deeptutor_conversations{state="disk"}'] > 0, m
+    for p, text in zip(prompts, texts):
+        again = server.complete(prompt=p + text + " and then", max_tokens=4)
+        usage = again["usage"]
+        assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 40, usage
+    assert server.metrics()["deeptutor_kv_bytes_peak"] <= 600 << 10
+    # many at once that share their beginning: what is copied when they part is under the ceiling too
+    threads = [threading.Thread(target=server.complete, kwargs=dict(prompt=WORDS * 3 + f"{i} " * 8, max_tokens=30)) for i in range(32)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    m = server.metrics()
+    assert m['deeptutor_requests_total{outcome="failed"}'] == 0 and m["deeptutor_kv_bytes_peak"] <= 600 << 10, m
+    status, answer, _ = server.ask("/v1/completions", {"prompt": WORDS * 4, "max_tokens": 700, "n": 4})
+    assert status == 400 and "--kv-memory" in answer["error"]["message"]
+    second = subprocess.run([SERVER, "-m", model, "--port", "0", *flags], capture_output=True, timeout=60)
+    assert second.returncode == 2 and b"another server" in second.stderr
+    server.stop(signal.SIGKILL)
+    with serving(model, tmp_path, *flags) as server:
+        on_disk = server.metrics()['deeptutor_conversations{state="disk"}']
+        assert on_disk > 0
+        hits = 0
+        for p, text in zip(prompts, texts):
+            usage = server.complete(prompt=p + text + " and then", max_tokens=4)["usage"]
+            hits += usage["prompt_tokens_details"]["cached_tokens"] > 100
+        assert hits >= min(on_disk, 6), (hits, on_disk)
+
+
+def test_stop(model, tmp_path):
+    """SIGTERM: running replies end, waiting ones are refused, idle conversations are saved, exit 0."""
+    server = Server(model, *FLAGS, "-np", "1", "--session-dir", str(tmp_path / "s"), log=str(tmp_path / "log"))
+    server.complete(prompt=WORDS * 3, max_tokens=3)
+    running = server.send({"prompt": "x", "max_tokens": 600, "ignore_eos": True})
+    until = time.monotonic() + 30
+    while server.metrics()["deeptutor_replies_running"] == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    waiting = server.send({"prompt": "y", "max_tokens": 5})
+    while server.metrics()["deeptutor_requests_waiting"] == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    server.process.send_signal(signal.SIGTERM)
+    assert b" 503 " in waiting.recv(4096)
+    data = b""
+    while piece := running.recv(1 << 16):
+        data += piece
+    assert b" 200 OK" in data and b'"completion_tokens":600' in data
+    assert server.process.wait(timeout=60) == 0
+    assert len([f for f in os.listdir(tmp_path / "s") if f.endswith(".session")]) >= 1
+
+
+def test_key_and_body(model, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    with serving(model, tmp_path, *FLAGS, "--api-key-file", str(key), "--max-body", "20K") as server:
+        assert server.ask("/health")[0] == 200 and server.ask("/")[0] == 200
+        for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "Bearer s3cret2"}, {"Authorization": "s3cret"},
+                        {"Authorization": "Bearer "}):
+            assert server.ask("/v1/models", headers=headers)[0] == 401
+            assert server.ask("/v1/completions", {"prompt": "x"}, headers=headers)[0] == 401
+        good = {"Authorization": "Bearer s3cret"}
+        assert server.ask("/v1/models", headers=good)[0] == 200
+        assert server.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=good)[0] == 200
+        assert server.ask("/v1/completions", {"prompt": "x" * 30000}, headers=good)[0] == 413
+
+
+@pytest.mark.parametrize("flags,word", [
+    (("--port", "99999"), "--port"), (("--port", "-1"), "--port"), (("-np", "0"), "-np"), (("--api-key", ""), "--api-key"),
+    (("--host", "no such host"), "--host"), (("--kv-memory", "x"), "--kv-memory"), (("--nonesuch",), "--nonesuch"),
+    (("--prefill", "streaming"), "--cache-eviction")])
+def test_bad_usage(model, flags, word):
+    result = subprocess.run([SERVER, "-m", model, *flags], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: ") and word in result.stderr
+    assert result.stdout == ""

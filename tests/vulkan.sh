@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The tests of caches on devices, on Mesa's software Vulkan device (lavapipe): it needs no GPU. Builds in build-vulkan/; compiling
+# ggml's shaders takes long (about an hour on 2 cores). Debian: apt-get install mesa-vulkan-drivers libvulkan-dev glslc spirv-headers
+set -eu
+cd "$(dirname "$0")/.."
+cmake -S . -B build-vulkan -DDT_VULKAN=ON >/dev/null
+cmake --build build-vulkan --target test_device -j "${DT_JOBS:-2}"
+# ggml leaves software devices out unless one is named
+GGML_VK_VISIBLE_DEVICES=0 DT_TEST_DEVICE=vulkan build-vulkan/tests/test_device
