@@ -450,6 +450,8 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
 
 static int run_all(const batch_options *o) {
     dt_error error = {0};
+    dt_model_params model_params;
+    dt_shared_options_model(&o->shared, &model_params);
     dt_model *model = NULL;
     dt_batch_input *input = NULL;
     dt_batch_output *output = NULL;
@@ -465,7 +467,7 @@ static int run_all(const batch_options *o) {
     int exit_code;
     if (status != DT_OK) {
         exit_code = fail(&error, true);
-    } else if (dt_model_open(o->shared.model, NULL, &model, &error) != DT_OK) {
+    } else if (dt_model_open(o->shared.model, &model_params, &model, &error) != DT_OK) {
         exit_code = fail(&error, false);
     } else if (!dt_model_get_info(model)->has_tokenizer) {
         dt_report(DT_LOG_ERROR, "%s has no tokenizer, so it can't read a text; use a GGUF file that contains one", o->shared.model);
@@ -508,6 +510,9 @@ int main(int argc, char **argv) {
     if (o.shared.version) {
         printf("DeepTutor %s\n", DT_VERSION);
         return 0;
+    }
+    if (parsed && dt_wants_devices(&o.shared)) {
+        return dt_print_devices();
     }
     if (!parsed || !check(&o, message, sizeof message)) {
         fprintf(stderr, "error: %s\n", message);

@@ -408,6 +408,9 @@ int main(int argc, char **argv) {
         o.policy = "importance_score";
         o.score = o.budget = 1;
     }
+    if (good && dt_wants_devices(&o.shared)) {
+        return dt_print_devices();
+    }
     good = good && dt_shared_options_check(&o.shared, message, sizeof message);
     if (good && check(&o, c) != NULL) {
         snprintf(message, sizeof message, "%s", check(&o, c));

@@ -509,6 +509,36 @@ static void test_families(void **state) {
     }
 }
 
+/* Presets have memory slots, which need keys and values at hand: a device goes without. */
+static void test_no_slots(void **state) {
+    (void)state;
+    enum { N = 200 };
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        dt_eviction *eviction =
+            eviction_from_json(model, "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 64, \"memory_slots\": 8}}");
+        dt_session_params params = small_params(&w);
+        params.eviction = eviction;
+        dt_session *session = open_session(model, &params);
+        int32_t tokens[N];
+        random_tokens(tokens, N, 3, dt_model_get_info(model)->n_vocab, 7);
+        sync_tokens(session, tokens, N);
+        assert_true(all_finite(dt_session_logits(session), (size_t)dt_model_get_info(model)->n_vocab));
+        for (int32_t layer = 0; layer < p.n_layers; layer++) {
+            dt_layer_stats stats;
+            assert_int_equal(dt_session_get_layer_stats(session, layer, &stats), DT_OK);
+            assert_true(stats.length <= 64);
+            assert_true(stats.slots_used == 0 || (w.n_layers > 0 && layer >= w.n_layers)); /* layers on the host have them */
+        }
+        dt_session_free(session);
+        dt_eviction_free(eviction);
+        dt_model_close(model);
+    }
+}
+
 static void test_errors(void **state) {
     (void)state;
     const tiny_model_params p = model_params();
@@ -556,6 +586,7 @@ int main(void) {
         cmocka_unit_test(test_windows),        cmocka_unit_test(test_forks_files_and_rewinds),
         cmocka_unit_test(test_families),       cmocka_unit_test(test_long_run_and_drafts),
         cmocka_unit_test(test_errors),         cmocka_unit_test(test_group),
+        cmocka_unit_test(test_no_slots),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

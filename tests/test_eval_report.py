@@ -156,7 +156,7 @@ def test_kld_of_a_window_against_numpy(tiny, tmp_path):
     python("reference.py", "-m", tiny, "-f", text, "--context", 400, "--continuation", 32, "--chunks", 2, "--kept", "0.5,0.125",
            "--program", EVAL, "--ask-llama", ASK_LLAMA, "--json", out)
     both = json.loads(out.read_text())
-    theirs, ours = np.array(both["numpy"]), np.array(both["ours"])
+    theirs, ours = np.array(both["theirs"]), np.array(both["ours"])
     assert theirs.shape == ours.shape == (2, 2, 4) and np.isfinite(theirs).all() and np.isfinite(ours).all()
     assert (theirs[..., 0] > 0.01).all()
     assert (np.abs(ours[..., 0] / theirs[..., 0] - 1) <= 0.03).all(), both  # the cache is F16 there

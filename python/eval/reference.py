@@ -2,11 +2,13 @@
 """Checks ./deeptutor-eval kld against a Llama forward pass in numpy that knows nothing of our code: the StreamingLLM case.
 
 usage: python3 python/eval/reference.py -m MODEL.gguf -f TEXT [--context 4096] [--continuation 256] [--chunks 4] [--kept 0.25,0.125]
+                                        [--with numpy|kvpress]
 
 The context is read whole; then every layer and head keeps the first 4 tokens and the newest ones, and the continuation is
 teacher-forced on what is left, growing (kld --evict once --policy local_window). Weights are dequantized to float32; nothing is
 rounded to half precision or bytes, so small differences to the program are expected: it computes with the file's quantized weights.
-Models of architecture llama without rope scaling. Tokens come from the tests' ask_llama (libllama), or from --tokens, a JSON list.
+--with kvpress asks that library instead of numpy. Models of architecture llama without rope scaling. Tokens come from the tests'
+ask_llama (libllama), or from --tokens, a JSON list.
 """
 import argparse
 import json
@@ -21,6 +23,33 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SINKS = 4
 BLOCK = 128  # queries at a time
+
+
+class KVPress:
+    """The same measured with the library kvpress, where it is installed with torch (several GB): python3 -m pip install kvpress gguf."""
+
+    def __init__(self, path):
+        from transformers import AutoModelForCausalLM
+
+        folder, name = os.path.split(os.path.realpath(path))
+        self.model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, attn_implementation="sdpa").float().eval()
+
+    def log_probabilities(self, context, fed, n_keep):
+        import torch
+        from kvpress import StreamingLLMPress
+        from transformers import DynamicCache
+
+        cache, at = DynamicCache(), torch.arange(len(context), len(context) + len(fed))[None]
+        ratio = 1 - (n_keep + 0.5) / len(context) if n_keep < len(context) else 0.0  # it keeps the whole part of context x (1 - ratio)
+        with torch.no_grad():
+            with StreamingLLMPress(compression_ratio=ratio, n_sink=SINKS)(self.model):
+                self.model.model(input_ids=torch.tensor([context.tolist()]), past_key_values=cache)
+            assert cache.get_seq_length() == n_keep
+            logits = self.model(input_ids=torch.tensor([fed.tolist()]), past_key_values=cache, position_ids=at).logits[0]
+            return torch.log_softmax(logits.double(), -1).numpy()
+
+    def measure(self, context, fed, keeps):
+        return [self.log_probabilities(context, fed, n) for n in (len(context), *keeps)]
 
 
 class Llama:
@@ -44,8 +73,6 @@ class Llama:
         self.eps = number("attention.layer_norm_rms_epsilon")
         self.inverse = number("rope.freq_base", 10000.0) ** -(np.arange(0, self.dim, 2) / self.dim)
         self.out = self.w.get("output.weight", self.w["token_embd.weight"])
-        start = reader.get_field("tokenizer.ggml.bos_token_id")
-        self.start = None if start is None else start.parts[start.data[0]][0].item()
 
     def norm(self, x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * self.w[name + ".weight"]
@@ -97,6 +124,13 @@ class Llama:
             return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return None
 
+    def measure(self, context, fed, keeps):
+        """Log probabilities after each of the fed tokens: of the full cache, then for each of keeps."""
+        caches = self.empty()
+        for first in range(0, len(context), BLOCK):
+            self.read(context[first:first + BLOCK], first, caches)
+        return [self.read(fed, len(context), [cut(cache, n) for cache in caches], logits=True) for n in (len(context), *keeps)]
+
     def empty(self):
         none = np.empty((self.kv_heads, 0, self.dim), np.float32)
         return [(none, none)] * self.n_layers
@@ -111,21 +145,24 @@ def cut(cache, n_keep):
 
 def measure_piece(model, tokens, n_context, keeps):
     """(KLD, top-1, NLL, NLL of the full cache) for each of keeps; tokens: context, continuation, one more."""
-    caches = model.empty()
-    for first in range(0, n_context, BLOCK):
-        model.read(tokens[first:min(first + BLOCK, n_context)], first, caches)
     fed, following = tokens[n_context:-1], tokens[n_context + 1:]
-    full = model.read(fed, n_context, list(caches), logits=True)
+    full, *others = model.measure(tokens[:n_context], fed, keeps)
     rows = []
-    for keep in keeps:
-        evicted = model.read(fed, n_context, [cut(cache, keep) for cache in caches], logits=True)
+    for evicted in others:
         place = np.arange(len(fed))
         rows.append([(np.exp(full) * (full - evicted)).sum(-1).mean(), (full.argmax(-1) == evicted.argmax(-1)).mean(),
                      -evicted[place, following].mean(), -full[place, following].mean()])
     return np.array(rows, np.float64)
 
 
-def tokenize(args, start):
+def start_token(path):
+    import gguf
+
+    field = gguf.GGUFReader(path).get_field("tokenizer.ggml.bos_token_id")
+    return None if field is None else field.parts[field.data[0]][0].item()
+
+
+def tokenize(args):
     """Token ids of the text, as the program reads it: marks are plain text, and nothing is put in front."""
     if args.tokens:
         return json.loads(pathlib.Path(args.tokens).read_text())
@@ -134,7 +171,7 @@ def tokenize(args, start):
     if done.returncode != 0:
         sys.exit(f"error: {args.ask_llama} failed: {done.stderr[-500:]}")
     tokens = json.loads(done.stdout)
-    return tokens[1:] if tokens[:1] == [start] else tokens
+    return tokens[1:] if tokens[:1] == [start_token(args.model)] else tokens
 
 
 def measure_ours(args):
@@ -156,13 +193,14 @@ def main(argv=None):
     parser.add_argument("--continuation", type=int, default=256)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--kept", default="0.25,0.125", type=lambda s: [float(x) for x in s.split(",")])
+    parser.add_argument("--with", dest="engine", choices=["numpy", "kvpress"], default="numpy", help="what to compare with (numpy)")
     parser.add_argument("--tokens", help="the text's token ids, a JSON list")
     parser.add_argument("--ask-llama", default=str(ROOT / "build/tests/ask_llama"))
     parser.add_argument("--program", default=str(ROOT / "deeptutor-eval"))
     parser.add_argument("--json", help="write both sides' numbers there")
     args = parser.parse_args(argv)
-    model = Llama(args.model)
-    tokens, size = tokenize(args, model.start), args.context + args.continuation + 1
+    model = {"numpy": Llama, "kvpress": KVPress}[args.engine](args.model)
+    tokens, size = tokenize(args), args.context + args.continuation + 1
     if len(tokens) < size * args.chunks:
         sys.exit(f"error: {args.chunks} pieces need {size * args.chunks} tokens; the text has {len(tokens)}")
     ours, pieces = np.array(measure_ours(args)), []
@@ -171,14 +209,14 @@ def main(argv=None):
                                     [int(share * args.context) for share in args.kept]))
         print(f"piece {i + 1} of {args.chunks}", file=sys.stderr)
     theirs = np.stack(pieces, 1)  # [kept][piece][number]
-    print("| kept | piece | KLD numpy | KLD ours | ratio | top-1 numpy | ours | NLL full numpy | ours |")
+    print("| kept | piece | KLD | ours | ratio | top-1 | ours | NLL full | ours |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for share, a, b in zip(args.kept, theirs, ours):
         for name, x, y in [*((str(i + 1), a[i], b[i]) for i in range(args.chunks)), ("mean", a.mean(0), b.mean(0))]:
             print(f"| {share} | {name} | {x[0]:.4f} | {y[0]:.4f} | {y[0] / x[0]:.3f} | {x[1]:.3f} | {y[1]:.3f} "
                   f"| {x[3]:.4f} | {y[3]:.4f} |")
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"kept": args.kept, "numpy": theirs.tolist(), "ours": ours.tolist()}))
+        pathlib.Path(args.json).write_text(json.dumps({"kept": args.kept, "theirs": theirs.tolist(), "ours": ours.tolist()}))
 
 
 if __name__ == "__main__":

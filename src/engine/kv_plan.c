@@ -16,8 +16,7 @@
 #define BUDGET_STEPS 256 /* budgets between the least and the full one that are tried */
 #define MIB 1048576.0
 
-/* A layer's cache is elsewhere where the layer is, or where ggml's operators were asked for. */
-static bool is_elsewhere(const dt_model *model, const dt_session_params *params, int32_t layer) {
+bool dt_kv_plan_is_elsewhere(const dt_model *model, const dt_session_params *params, int32_t layer) {
     return model->decoder->layer_device[layer] > 0 || dt_kernel_is_ggml(params->kernel);
 }
 
@@ -30,7 +29,7 @@ dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_pa
     dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
     bool may_move = true, evicts = false; /* past the context: every layer evicts or has a window, on the host */
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        may_move = may_move && !is_elsewhere(model, params, i) && (budgets[i].policy != NULL || hp->window[i] > 0);
+        may_move = may_move && !dt_kv_plan_is_elsewhere(model, params, i) && (budgets[i].policy != NULL || hp->window[i] > 0);
         evicts = evicts || budgets[i].policy != NULL;
     }
     for (int32_t i = 0; layers && i < hp->n_layers; i++) {
@@ -45,7 +44,7 @@ dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_pa
         };
         dt_kv_format_init(&layers[i].format, params->kv_type, params->kv_type, hp->head_dim_k, hp->head_dim_v,
                           params->kv_block_tokens);
-        if (is_elsewhere(model, params, i)) {
+        if (dt_kv_plan_is_elsewhere(model, params, i)) {
             dt_kv_format_move_elsewhere(&layers[i].format);
         }
     }

@@ -6,6 +6,8 @@
 
 #include "engine/engine.h"
 
+/* A layer's cache is elsewhere than on the host where the layer is, or where ggml's operators were asked for. */
+bool dt_kv_plan_is_elsewhere(const dt_model *model, const dt_session_params *params, int32_t layer);
 /* True for the kernels that are ggml's operators. */
 bool dt_kernel_is_ggml(const char *kernel);
 /* What dt_kv_new takes, for these settings and budgets[n_layers]. Free with free(); NULL when out of memory. */

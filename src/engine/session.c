@@ -111,6 +111,20 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     return status;
 }
 
+/* Merging into memory slots reads keys and values, which a device keeps to itself. */
+static void drop_slots_elsewhere(const dt_session *s, dt_budget *budgets) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        if (budgets[i].memory_slots > 0 && dt_kv_plan_is_elsewhere(s->model, &s->params, i)) {
+            budgets[i].memory_slots = 0;
+            any = true;
+        }
+    }
+    if (any) {
+        dt_log(DT_LOG_INFO, "layers on a device have no memory slots; what is evicted there is dropped");
+    }
+}
+
 /* The cache, after settings and budgets were fitted into the memory that was granted. */
 static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *error) {
     const int32_t n_layers = s->model->info.n_layers;
@@ -124,6 +138,7 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
         budgets[i] = *dt_eviction_budget(eviction, i);
     }
     s->params.eviction = NULL; /* the caller may free it after this */
+    drop_slots_elsewhere(s, budgets);
     dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
     if (status == DT_OK) {
         status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, budgets, error);
