@@ -1,24 +1,18 @@
 /*
- * deeptutor-eval calibrate: measures once per model how much of a long text each KV head needs, and writes an eviction config with a
- * size for every head.
+ * deeptutor-eval calibrate: learns once per model what tells that a token will be needed, and writes an eviction config with it.
  *
- * A few heads look far back and need nearly everything, most need the first tokens and the latest ones (DuoAttention, Xiao et al.
- * 2024; KVzip's head-level budgets). Which ones they are belongs to the model, hardly to the text. So: read pieces of the text, share
- * one budget out over all heads by their reconstruction scores, and take the mean of what each head got. Later runs use the sizes at
- * no cost.
+ * Pieces of a text are read and repeated (score reconstruct); from all of them dt_calibration learns to foretell the scores from keys
+ * and values, per KV head. Later runs use that at no cost (score predict). The table shows what each head got of one shared budget: a
+ * few look far back and need nearly everything, most need the first tokens and the latest ones.
  */
 #include "eval.h"
 
 #include <stdlib.h>
 
-#define SINKS 4
-#define RECENT 64
-#define SMALLEST (SINKS + RECENT + 28) /* tokens of a head that needs next to nothing; a round then frees 6 of 96 */
-
 typedef struct calibration {
     eval *e;
-    int64_t average; /* max_cache_size */
-    double *kept;    /* [all lanes] summed over pieces */
+    dt_calibration *learned;
+    double *kept; /* [all lanes] summed over pieces */
     int32_t n_layers;
     const int32_t *n_kv_heads;
 } calibration;
@@ -33,9 +27,14 @@ static dt_status measure_piece(calibration *c, int64_t index, dt_error *error) {
     const eval_options *o = c->e->options;
     int64_t progress[] = {index, o->n_chunks};
     dt_session *base = NULL, *shared = NULL;
+    const size_t room = c->e->n_text - (size_t)o->n_context; /* the pieces are spread evenly over the text */
+    const size_t first = o->n_chunks > 1 ? room * (size_t)index / (size_t)(o->n_chunks - 1) : 0;
     dt_status status = eval_base_session(c->e, &base, error);
     if (status == DT_OK) {
-        status = dt_session_sync(base, c->e->text + index * o->n_context, (size_t)o->n_context, on_prefill, progress, NULL, error);
+        status = dt_session_sync(base, c->e->text + first, (size_t)o->n_context, on_prefill, progress, NULL, error);
+    }
+    if (status == DT_OK) {
+        status = dt_calibration_add(c->learned, base, error);
     }
     if (status == DT_OK) {
         status = dt_session_fork(base, c->e->settings[0].eviction, DT_EVICT_ONCE, &shared, error);
@@ -55,23 +54,20 @@ static dt_status measure_piece(calibration *c, int64_t index, dt_error *error) {
     return status;
 }
 
-static void write_config(const calibration *c) {
-    const double *kept = c->kept;
-    json_t *config = json_object();
-    for (int32_t i = 0; i < c->n_layers; i++) {
-        json_t *lanes = json_array();
-        for (int32_t j = 0; j < c->n_kv_heads[i]; j++) {
-            const double mean = *kept++ / (double)c->e->options->n_chunks;
-            json_array_append_new(lanes, json_integer(mean > SMALLEST ? (json_int_t)(mean + 0.5) : SMALLEST));
-        }
-        char key[16];
-        snprintf(key, sizeof key, "%d", i);
-        json_object_set_new(config, key,
-                            json_pack("{ss so si si}", "policy", "importance_score", "lanes", lanes, "sink_tokens", SINKS,
-                                      "recent_window", RECENT));
+/* The config becomes the command's result. */
+static dt_status make_config(const calibration *c, dt_error *error) {
+    char *text = NULL;
+    const eval_setting *setting = &c->e->settings[0];
+    const int64_t average =
+        setting->kept > 0 ? (int64_t)(setting->kept * (double)c->e->options->n_context) : c->e->options->shared.max_cache_size;
+    const dt_status status = dt_calibration_config(c->learned, (int32_t)(average * c->n_layers), &text, error);
+    if (status != DT_OK) {
+        return status;
     }
     json_decref(c->e->result);
-    c->e->result = config;
+    c->e->result = json_loads(text, 0, NULL);
+    dt_free(text);
+    return c->e->result != NULL ? DT_OK : eval_fail(error, DT_ERR_MEMORY, "out of memory");
 }
 
 static void report(const calibration *c) {
@@ -90,7 +86,7 @@ dt_status eval_calibrate(eval *e, dt_error *error) {
     const eval_options *o = e->options;
     const dt_model_info *info = dt_model_get_info(e->model);
     calibration c = {.e = e, .n_layers = info->n_layers, .n_kv_heads = info->n_kv_heads};
-    if (e->n_text < (size_t)(o->n_chunks * o->n_context)) {
+    if (e->n_text < (size_t)(o->n_chunks * o->n_context)) { /* pieces that overlap would teach little */
         return eval_fail(error, DT_ERR_ARGUMENT,
                          "%lld pieces of %lld tokens need a text of %lld; this one has %zu: give fewer --chunks",
                          (long long)o->n_chunks, (long long)o->n_context, (long long)(o->n_chunks * o->n_context), e->n_text);
@@ -100,15 +96,17 @@ dt_status eval_calibrate(eval *e, dt_error *error) {
         n_lanes += (size_t)info->n_kv_heads[i];
     }
     c.kept = calloc(n_lanes, sizeof *c.kept);
-    dt_status status = c.kept != NULL ? DT_OK : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+    dt_status status =
+        c.kept != NULL ? dt_calibration_new(e->model, &c.learned, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
     for (int64_t i = 0; i < o->n_chunks && status == DT_OK; i++) {
         status = measure_piece(&c, i, error);
     }
     dt_report_progress_end();
     if (status == DT_OK) {
         report(&c);
-        write_config(&c);
+        status = make_config(&c, error);
     }
+    dt_calibration_free(c.learned);
     free(c.kept);
     return status;
 }

@@ -32,8 +32,8 @@ static const dt_option model_rows[] = {
      "where layers run: cpu, cuda, metal, vulkan, a device by name, several separated by commas; list = show them (cpu)"},
     {"-ngl, --gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
      "the first N layers run on the device, their cache with them; more than there are: the output too (all)"},
-    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon|ggml|ggml_matmul", DT_OPTION_CHOICE, AT(kernel), 0, 0,
-     "attention kernel, for tests and comparisons (auto)"},
+    {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|amx_bf16|neon|ggml|ggml_matmul", DT_OPTION_CHOICE,
+     AT(kernel), 0, 0, "attention kernel, for tests and comparisons (auto)"},
 };
 
 static const dt_option eviction_rows[] = {
@@ -458,7 +458,7 @@ static int32_t sensible_threads(int64_t n) {
 }
 
 void dt_shared_options_session(const dt_shared_options *o, dt_session_params *out) {
-    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni",
+    static const char *const kernels[] = {"auto", "reference", "reference_int16", "avx2", "avx512", "avx512_vnni", "amx_bf16",
                                           "neon", "ggml",      "ggml_matmul"};
     *out = (dt_session_params){
         .n_ctx = (int32_t)o->n_ctx,

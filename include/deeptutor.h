@@ -212,8 +212,10 @@ typedef struct dt_session_params {
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
     dt_kv_type kv_type;
     dt_prefill prefill;
-    const char *kernel; /* of attention: "reference", "avx2", "avx512"... (unknown ones are refused with the list); NULL = "auto".
-                           "ggml": by ggml's operators, as devices do; "ggml_matmul": without its fused attention */
+    const char
+        *kernel; /* of attention: "amx_bf16", "avx512_vnni", "avx512", "avx2", "neon", "reference"... (unknown ones are refused
+                           with the list); NULL = "auto", the fastest that this machine has. "ggml": by ggml's operators, as devices
+                           do; "ggml_matmul": without its fused attention */
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
@@ -289,6 +291,15 @@ dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, in
 dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
                                dt_error *error);
 dt_status dt_session_check(const dt_session *session, dt_error *error); /* the whole structure of the cache; for tests */
+
+/* Learns, once per model, to foretell the scores of reconstruct (docs/eviction-config.md, score predict). */
+typedef struct dt_calibration dt_calibration;
+dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_error *error);
+/* Adds what the session found out about its text: one of DT_EVICT_HELD with score reconstruct. */
+dt_status dt_calibration_add(dt_calibration *calibration, const dt_session *session, dt_error *error);
+/* An eviction config with what was learned, and that shared budget. *out: free with dt_free. */
+dt_status dt_calibration_config(const dt_calibration *calibration, int32_t total_cache_size, char **out, dt_error *error);
+void dt_calibration_free(dt_calibration *calibration);
 
 /* ---- many sessions at once ---------------------------------------------------------------------- */
 

@@ -4,7 +4,7 @@
  * The refusal is made real: a child process gets a seccomp filter that turns down arch_prctl, as some containers do, and asks then.
  */
 #define _GNU_SOURCE /* system call numbers */
-#include "weights/weights.h"
+#include "base/amx.h"
 
 #include <pthread.h>
 #include <setjmp.h>

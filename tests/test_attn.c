@@ -342,9 +342,12 @@ static const dt_attn_kernel *fast_kernel(int32_t i) {
 
 #define INT16_TOLERANCE 1e-3f /* about what rounding to the F16 of the cache did before */
 
-/* Tiles in 16-bit integers round more than F32 and have a reference of their own, which rounds alike. */
-static bool in_int16(const dt_attn_kernel *kernel, const dt_attn_job *job) {
+/* Tiles, of many rows, round more than F32. Those in 16-bit integers have a reference of their own, which rounds alike. */
+static bool in_tiles(const dt_attn_kernel *kernel, const dt_attn_job *job) {
     return kernel->int16 != NULL && job->n_query * job->n_rep > DT_ATTN_SPAN_ROWS;
+}
+static bool in_int16(const dt_attn_kernel *kernel, const dt_attn_job *job) {
+    return kernel->split == NULL && in_tiles(kernel, job);
 }
 
 static void describe(const char *kernel, const scene_params *p) {
@@ -403,7 +406,8 @@ static void check_scene(const scene_params *params, int32_t n_threads) {
         const dt_attn_kernel *kernel = fast_kernel(i);
         const bool int16 = in_int16(kernel, &s->job);
         run_scene(kernel, s, n_threads);
-        const bool bytes = kernel->int16 != NULL && (params->type_k == DT_KV_INT8 || params->type_v == DT_KV_INT8);
+        const bool bytes =
+            kernel->int16 != NULL && (params->type_k == DT_KV_INT8 || params->type_v == DT_KV_INT8 || in_tiles(kernel, &s->job));
         compare(kernel->name, s, "out", s->out, int16 ? out_int16 : out, s->n_out, (int16 || bytes ? 1e-4f : 2e-5f) * unit);
         if (params->mass != MASS_NONE) {
             /* holes may leave a query nothing to see */
@@ -491,6 +495,27 @@ static void test_every_head_size(void **state) {
                 check_scene(&p, 2);
             }
         }
+    }
+}
+
+/* With AMX tiles grow with the rows there are. */
+static void test_large_tiles(void **state) {
+    (void)state;
+    if (dt_attn_kernel_find("amx_bf16", NULL) == NULL) {
+        print_message("kernel amx_bf16: not supported by this machine\n");
+        skip();
+    }
+    scene_params p = plain;
+    p.n_lanes = 2;
+    p.n_query = 700;
+    p.n_old = 40;
+    p.dim_k = p.dim_v = 24;
+    p.mass = MASS_LAST;
+    for (int32_t i = 0; i < 2; i++) {
+        p.type_k = p.type_v = i == 0 ? DT_KV_F16 : DT_KV_INT8;
+        p.window = i == 0 ? 0 : 100;
+        p.ragged = i == 1;
+        check_scene(&p, 1);
     }
 }
 
@@ -669,7 +694,7 @@ static void test_batch_size_does_not_matter(void **state) {
             float *out = copy_of(s->out, s->n_out);
             for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
                 const int32_t smallest = p.n_query % sizes[i] != 0 ? p.n_query % sizes[i] : sizes[i];
-                if (in_int16(fast_kernel(k), &s->job) && smallest * p.n_rep <= DT_ATTN_SPAN_ROWS) {
+                if (in_tiles(fast_kernel(k), &s->job) && smallest * p.n_rep <= DT_ATTN_SPAN_ROWS) {
                     continue; /* would go by span, in F32 */
                 }
                 poison(out, s->n_out);
@@ -769,11 +794,11 @@ static void test_extreme_inputs_stay_finite(void **state) {
 /* A broken model must be seen by whoever checks the logits: its NaN must not turn into zeros. */
 static void test_nan_in_a_query_is_not_hidden(void **state) {
     (void)state;
-    static const int32_t old[] = {0, 15, 300};
-    for (size_t i = 0; i < 3; i++) {
+    static const int32_t old[] = {0, 15, 300, 300}, queries[] = {2, 2, 2, 40};
+    for (size_t i = 0; i < 4; i++) {
         scene_params p = plain;
         p.n_old = old[i];
-        p.n_query = 2;
+        p.n_query = queries[i];
         scene *s = make_scene(&p);
         s->q[0] = NAN;
         for (int32_t k = -1; k < 0 || fast_kernel(k) != NULL; k++) {
@@ -844,6 +869,7 @@ int main(void) {
         cmocka_unit_test(test_stored_numbers_are_close),
         cmocka_unit_test(test_every_head_size),
         cmocka_unit_test(test_random_scenes),
+        cmocka_unit_test(test_large_tiles),
         cmocka_unit_test(test_masked_rows_are_zero),
         cmocka_unit_test(test_threads_do_not_matter),
         cmocka_unit_test(test_batch_size_does_not_matter),

@@ -169,6 +169,53 @@ static void test_memory_is_thread_safe(void **state) {
 
 /* ---- machine ---- */
 
+/* Blocks of two sizes and more than a slab holds: zeroed, aligned, apart from each other, and their places are used again. */
+static void test_memory_blocks(void **state) {
+    (void)state;
+    enum { N = 300 };
+    static const size_t sizes[] = {66624, 66624, 20000, 1000};
+    static char *blocks[N];
+    dt_memory memory;
+    dt_memory_init(&memory);
+    size_t total = 0;
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < N; i++) {
+            const size_t bytes = sizes[i % 4];
+            if (blocks[i] == NULL) {
+                blocks[i] = dt_memory_alloc_block(&memory, bytes);
+                assert_non_null(blocks[i]);
+                assert_true((uintptr_t)blocks[i] % 64 == 0);
+                total += bytes;
+                for (size_t b = 0; b < bytes; b += 7) {
+                    assert_int_equal(blocks[i][b], 0);
+                }
+                memset(blocks[i], i % 100 + 1, bytes);
+            }
+        }
+        assert_int_equal(atomic_load(&memory.bytes), total);
+        for (int i = 0; i < N; i++) {
+            for (size_t b = 0; b < sizes[i % 4]; b += 9) {
+                assert_int_equal(blocks[i][b], i % 100 + 1);
+            }
+            if ((i * 7 + round) % 3 != 0) {
+                dt_memory_free_block(&memory, blocks[i], sizes[i % 4]);
+                blocks[i] = NULL;
+                total -= sizes[i % 4];
+            }
+        }
+    }
+    for (int i = 0; i < N; i++) {
+        dt_memory_free_block(&memory, blocks[i], sizes[i % 4]);
+        blocks[i] = NULL;
+    }
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+    memory.limit = 100000;
+    blocks[0] = dt_memory_alloc_block(&memory, 66624);
+    assert_non_null(blocks[0]);
+    assert_null(dt_memory_alloc_block(&memory, 66624));
+    dt_memory_free_block(&memory, blocks[0], 66624);
+}
+
 static void test_clock_and_cores(void **state) {
     (void)state;
     const int64_t before = dt_clock_us();
@@ -292,6 +339,7 @@ int main(void) {
         cmocka_unit_test(test_memory_counts),
         cmocka_unit_test(test_memory_fails_on_request),
         cmocka_unit_test(test_memory_is_thread_safe),
+        cmocka_unit_test(test_memory_blocks),
         cmocka_unit_test(test_clock_and_cores),
         cmocka_unit_test(test_f16_every_half),
         cmocka_unit_test(test_f16_rounds_to_nearest_even),

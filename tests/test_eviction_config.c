@@ -349,10 +349,10 @@ static void test_bad_fields(void **state) {
     require_field_error("\"sinks\": 1", "\"sinks\": is not a field; did you mean \"sink_tokens\"?");
     require_field_error("\"budget\": 1",
                         "\"budget\": is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, "
-                        "recent_window, memory_slots, score and lanes");
+                        "recent_window, memory_slots, score, lanes and weights");
     require_field_error("\"a\\nb\": 1",
                         "\"a?b\": is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, "
-                        "recent_window, memory_slots, score and lanes");
+                        "recent_window, memory_slots, score, lanes and weights");
     require_field_error("\"min_cache_size\": 512.0",
                         "\"min_cache_size\": must be a whole number such as 512, but is a number with a decimal point or exponent");
     require_field_error("\"min_cache_size\": 1e3",
@@ -366,7 +366,7 @@ static void test_bad_fields(void **state) {
     require_field_error("\"recent_window\": 2147483648", "\"recent_window\": must be between 0 and 2147483647, but is 2147483648");
     require_field_error("\"min_cache_size\": 1001", "\"min_cache_size\": 1001 is above max_cache_size 1000; give at most that");
     require_field_error("\"memory_slots\": 1025", "\"memory_slots\": must be at most 1024, but is 1025");
-    require_field_error("\"score\": \"slow\"", "\"score\": must be \"fast\" or \"reconstruct\"");
+    require_field_error("\"score\": \"slow\"", "\"score\": must be \"fast\", \"predict\" or \"reconstruct\"");
     require_field_error("\"lanes\": []",
                         "\"lanes\": must be a list of sizes, one for each KV head, such as [512, 4096], but is empty");
     require_field_error("\"lanes\": 7",
@@ -471,7 +471,44 @@ static void test_shared_budget(void **state) {
     assert_int_equal(dt_eviction_config_text(4, "e.json", text, strlen(text), &eviction, &error), DT_OK);
     assert_int_equal(dt_eviction_override(eviction, 0, 100, &error), DT_OK);
     assert_int_equal(dt_eviction_override(eviction, 0, 101, &error), DT_ERR_CONFIG);
+    assert_int_equal(dt_eviction_override(eviction, 99, -1, &error), DT_ERR_CONFIG);
+    assert_int_equal(dt_eviction_total(eviction), 400);
+    assert_int_equal(dt_eviction_override(eviction, 200, -1, &error), DT_OK); /* a layer on average */
+    assert_int_equal(dt_eviction_total(eviction), 800);
+    require_layer(eviction, 0, "importance_score", INT32_MAX, 100, 4, 25);
     dt_eviction_free(eviction);
+}
+
+static void test_weights(void **state) {
+    (void)state;
+    dt_eviction *eviction = NULL;
+    dt_error error;
+    const char *text = "{\"0-1\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 512, "
+                       "\"weights\": [[1, -2.5, 3e-2], [4, 5, 6]]}}";
+    assert_int_equal(dt_eviction_config_text(2, "e.json", text, strlen(text), &eviction, &error), DT_OK);
+    const dt_budget *budget = dt_eviction_budget(eviction, 1);
+    assert_ptr_equal(budget->policy, &dt_policy_predict);
+    assert_int_equal(budget->n_weights, 3);
+    const dt_budget lane = dt_budget_of_lane(budget, 1);
+    assert_true(budget->weights[1] == -2.5f && lane.weights[2] == 6);
+    require_description(eviction,
+                        "TLC: layers 0-1    importance_score  max 512  min 256  sinks 4  recent 128  slots 0  score predict");
+    dt_score_weights *weights = dt_score_weights_share(eviction->weights);
+    dt_eviction_free(eviction);
+    assert_true(weights->lists[0][0] == 1 && weights->lists[1] == NULL); /* live on with whoever shares them */
+    dt_score_weights_free(weights);
+    require_error(2, "{\"0\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 512}}",
+                  "e.json:1: \"0\", \"score\": predict needs the model's \"weights\"; ./deeptutor-eval calibrate writes a file "
+                  "that has them");
+    static const char *const wrong[] = {"7", "[]", "[[]]", "[[1], [1, 2]]", "[[1, \"x\"]]", "[[1e9]]", "[1]", "[[1], 2]"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        char config[200];
+        snprintf(config, sizeof config, "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 512, \"weights\": %s}}",
+                 wrong[i]);
+        require_error(2, config,
+                      "e.json:1: \"0\", \"weights\": must be a list with a list of numbers for each KV head, as ./deeptutor-eval "
+                      "calibrate writes it");
+    }
 }
 
 static void test_lines_in_odd_texts(void **state) {
@@ -479,7 +516,7 @@ static void test_lines_in_odd_texts(void **state) {
     require_error(
         12, "\n\n{ \"0\" : { \"policy\" : \"none\" } ,\r\n \"1\"\n : {\n \"policy\": \"none\",\n\"x{\\\"y:\" \n: [{\"a\": 1}] } }",
         "e.json:7: \"1\", \"x{\"y:\": is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, "
-        "recent_window, memory_slots, score and lanes");
+        "recent_window, memory_slots, score, lanes and weights");
 }
 
 /* ---- files ---- */
@@ -500,16 +537,16 @@ static void test_files(void **state) {
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_OK);
     require_layer(eviction, 3, "local_window", 100, 50, 4, 25);
     dt_eviction_free(eviction);
-    char *large = malloc((1 << 20) + 1);
+    char *large = malloc((4 << 20) + 1);
     assert_non_null(large);
-    memset(large, ' ', (1 << 20) + 1);
+    memset(large, ' ', (4 << 20) + 1);
     memcpy(large, text, strlen(text));
-    write_file(path, large, 1 << 20);
+    write_file(path, large, 4 << 20);
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_OK);
     dt_eviction_free(eviction);
-    write_file(path, large, (1 << 20) + 1);
+    write_file(path, large, (4 << 20) + 1);
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_ERR_CONFIG);
-    assert_non_null(strstr(error.message, "larger than 1 MiB"));
+    assert_non_null(strstr(error.message, "larger than 4 MiB"));
     free(large);
     assert_int_equal(remove(path), 0);
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_ERR_IO);
@@ -635,6 +672,7 @@ int main(void) {
         cmocka_unit_test_setup(test_bad_policies_and_sizes, begin_log),
         cmocka_unit_test_setup(test_sizes_per_lane, begin_log),
         cmocka_unit_test_setup(test_shared_budget, begin_log),
+        cmocka_unit_test_setup(test_weights, begin_log),
         cmocka_unit_test_setup(test_lines_in_odd_texts, begin_log),
         cmocka_unit_test_setup(test_files, begin_log),
         cmocka_unit_test_setup(test_the_locale_does_not_matter, begin_log),

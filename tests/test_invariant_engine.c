@@ -259,12 +259,16 @@ static void test_sinks_keep_a_system_prompt(void **state) {
 typedef struct bound_check {
     dt_session *session;
     int32_t most;
+    int64_t done;
 } bound_check;
 
 static bool note_longest(int64_t done, int64_t total, void *user) {
     bound_check *b = user;
-    (void)done;
     (void)total;
+    if (done == b->done) { /* in the middle of a slow chunk, whose tokens are in the cache already */
+        return true;
+    }
+    b->done = done;
     dt_layer_stats stats;
     dt_session_get_layer_stats(b->session, 0, &stats);
     b->most = stats.length > b->most ? stats.length : b->most;

@@ -110,7 +110,7 @@ static void test_refusals(void **state) {
         {"--top-p", "1.5", "between 0 and 1"},
         {"--max-cache-size", "0", "between 1"},
         {"--kv-type", "f32", "one of f16|int8"},
-        {"--kernel", "AVX2", "one of auto|reference|reference_int16|avx2|avx512|avx512_vnni|neon"},
+        {"--kernel", "AVX2", "one of auto|reference|reference_int16|avx2|avx512|avx512_vnni|amx_bf16|neon"},
         {"-m", NULL, "-m needs a value"},
         {"--cache-eviction=1", NULL, "takes no value"},
     };

@@ -18,7 +18,8 @@ static void check_lengths(const tiny_model_params *p, bool exact, int32_t step) 
     const size_t n_vocab = (size_t)dt_model_get_info(model)->n_vocab;
     int32_t tokens[N_LENGTHS];
     random_tokens(tokens, N_LENGTHS, 3, (int32_t)n_vocab, 3);
-    const char *kernels[] = {"reference", "avx2", "avx512", "reference_int16", "avx512_vnni"}; /* each after its reference */
+    const char *kernels[] = {"reference",       "avx2",       "avx512", "amx_bf16",
+                             "reference_int16", "avx512_vnni"}; /* each after its reference */
     float *want = malloc(n_vocab * sizeof *want);
     double worst = 0.0;
     for (int32_t n = 1; n <= N_LENGTHS; n += step) {

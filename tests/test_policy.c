@@ -34,12 +34,15 @@ typedef struct lane {
     float recent[MAX_N], total[MAX_N], norm[MAX_N], peak[MAX_N];
 } lane;
 
+static const float weights[] = {0, -0.5f}; /* of policies that need them */
+
 static void connect(lane *l) {
     l->view.position = l->position;
     l->view.recent_mass = l->recent;
     l->view.total_mass = l->total;
     l->view.value_norm = l->norm;
     l->view.peak_mass = l->peak;
+    l->view.weights = weights;
 }
 
 static void swap_entries(lane *l, int32_t a, int32_t b) {
@@ -401,6 +404,64 @@ static void test_reconstruct_keeps_the_peaks(void **state) {
     }
 }
 
+/* ---- predict ---- */
+
+/* Rotating a key's pairs, as positions do, changes no feature; and the sum is what a plain loop in double precision gives. */
+static void test_predict_is_blind_to_the_rotation(void **state) {
+    (void)state;
+    for (int32_t split = 0; split <= 12; split += 6) { /* pairs side by side; a part in halves; all in halves */
+        const dt_predict_shape shape = {.dim_k = 12, .dim_v = 5, .split = split};
+        float key[12], turned[12], value[5], features[11], again[11], lane_weights[13];
+        double want = 0;
+        for (int32_t i = 0; i < 13; i++) {
+            lane_weights[i] = (float)draw(2000) / 1000 - 1;
+            key[i % 12] = turned[i % 12] = (float)draw(2000) / 1000 - 1;
+            value[i % 5] = (float)draw(2000) / 1000 - 1;
+        }
+        for (int32_t i = 0; i < 6; i++) {
+            const int32_t a = 2 * i < split ? i : 2 * i, b = 2 * i < split ? i + split / 2 : 2 * i + 1;
+            const float angle = (float)draw(6000) / 1000;
+            turned[a] = key[a] * cosf(angle) - key[b] * sinf(angle);
+            turned[b] = key[a] * sinf(angle) + key[b] * cosf(angle);
+            want += (double)lane_weights[2 + i] * hypot((double)key[a], (double)key[b]);
+        }
+        for (int32_t i = 0; i < 5; i++) {
+            want += (double)lane_weights[8 + i] * (double)value[i];
+        }
+        dt_predict_features(&shape, key, value, features);
+        dt_predict_features(&shape, turned, value, again);
+        for (int32_t i = 0; i < dt_predict_n_features(&shape); i++) {
+            assert_true(dt_is_finite(again[i]) && fabsf(again[i] - features[i]) <= 1e-5f);
+        }
+        const float peak = dt_predict_peak(&shape, lane_weights, features);
+        assert_true(dt_is_finite(peak) && fabs(log((double)peak) - want - (double)lane_weights[0]) <= 1e-4);
+        lane_weights[0] = 1e9f; /* stays a number that can be counted with */
+        assert_true(dt_is_finite(dt_predict_peak(&shape, lane_weights, features)));
+        features[3] = NAN;
+        assert_true(dt_predict_peak(&shape, lane_weights, features) == 1);
+    }
+}
+
+static void test_predict_decays_with_distance(void **state) {
+    (void)state;
+    static lane l;
+    flat_lane(&l);
+    float scores[MAX_N];
+    const float decays[][2] = {{0, 0}, {0, -1}, {0, 0.5f}};
+    for (int32_t i = 0; i < l.view.n; i++) {
+        l.peak[i] = 0.25f;
+    }
+    for (size_t k = 0; k < 3; k++) {
+        l.view.weights = decays[k];
+        dt_policy_predict.score(&l.view, scores);
+        for (int32_t i = 0; i < l.view.n; i++) {
+            const double distance = l.view.next_position - l.position[i];
+            const double want = 0.25 * pow((distance + 64) / 576, (double)decays[k][1]);
+            assert_true(dt_is_finite(scores[i]) && fabs((double)scores[i] / want - 1) <= 1e-4);
+        }
+    }
+}
+
 static void test_importance_score_counts_odd_numbers_as_nothing(void **state) {
     (void)state;
     static lane odd, zero;
@@ -525,6 +586,8 @@ int main(void) {
         cmocka_unit_test(test_importance_score_leaves_the_newest_alone),
         cmocka_unit_test(test_importance_score_survives_heavy_sinks),
         cmocka_unit_test(test_reconstruct_keeps_the_peaks),
+        cmocka_unit_test(test_predict_is_blind_to_the_rotation),
+        cmocka_unit_test(test_predict_decays_with_distance),
         cmocka_unit_test(test_importance_score_counts_odd_numbers_as_nothing),
         cmocka_unit_test(test_importance_score_without_mass_is_a_window),
         cmocka_unit_test(test_fold_does_not_depend_on_batches),

@@ -86,8 +86,9 @@ static void require_kept(const dt_kv *kv, const dt_budget *budgets, int32_t n_la
 
 static void test_rounds_hold_budgets_and_pins(void **state) {
     (void)state;
-    const dt_budget budgets[] = {
-        {&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0}, {0}, {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0},
+                                 {0},
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 3, 3);
     int32_t next = 0;
     int64_t evicted = 0, expected = 0;
@@ -119,7 +120,7 @@ static void test_rounds_hold_budgets_and_pins(void **state) {
 
 static void test_local_window_is_sinks_and_the_newest(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0, positions[64];
     add(kv, 1, 2, &next, 100);
@@ -143,7 +144,7 @@ static void test_local_window_is_sinks_and_the_newest(void **state) {
 /* Lanes choose for themselves. */
 static void test_lanes_differ(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 48, 8, 4, 8, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 48, 8, 4, 8, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0, a[64], b[64];
     add(kv, 1, 2, &next, 100);
@@ -164,7 +165,7 @@ static void test_lanes_differ(void **state) {
 /* Lanes of one layer may differ in length: those that are not over their budget are left alone. */
 static void test_lanes_within_budget_are_left_alone(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 3);
     int32_t next = 0;
     add(kv, 1, 3, &next, 50);
@@ -187,7 +188,7 @@ static void test_lanes_within_budget_are_left_alone(void **state) {
 }
 
 static void run_tight(int32_t max, int32_t min, const dt_policy *policy) {
-    const dt_budget budgets[] = {{policy, max, min, 4, 128, NULL, 0}};
+    const dt_budget budgets[] = {{policy, max, min, 4, 128, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     dt_round_result result;
@@ -213,7 +214,7 @@ static void test_tight_budgets_get_on(void **state) {
 /* A budget that pins alone exceed is refused by the settings; storage must bear it all the same, and not report rounds. */
 static void test_nothing_to_evict(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 100, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 100, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     add(kv, 1, 1, &next, 60);
@@ -229,7 +230,7 @@ static void test_nothing_to_evict(void **state) {
 
 static void test_uncommitted_tokens_forbid_a_round(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 4, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 4, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     add(kv, 1, 1, &next, 30);
@@ -243,8 +244,8 @@ static void test_uncommitted_tokens_forbid_a_round(void **state) {
 
 static void test_settled_rounds_allocate_nothing(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0},
-                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0},
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 2, 2);
     int32_t next = 0, n_rounds = 0;
     size_t settled_bytes = 0;
@@ -267,7 +268,7 @@ static void test_settled_rounds_allocate_nothing(void **state) {
 /* After prefill of any length a lane never holds more than budget + one chunk. */
 static void test_streaming_memory_is_bounded(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 64, 16, 4, 16, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 64, 16, 4, 16, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0;
     while (next < 3000) {
@@ -285,8 +286,8 @@ static void test_streaming_memory_is_bounded(void **state) {
 
 static void test_a_failed_round_leaves_a_whole_cache(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0},
-                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0},
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 2, 2), *fork = NULL;
     int32_t next = 0;
     add(kv, 2, 2, &next, 200);
@@ -324,7 +325,7 @@ static int32_t lane_length(const dt_kv *kv, int32_t layer, int32_t lane) {
 static void test_lanes_have_their_own_sizes(void **state) {
     (void)state;
     const int32_t sizes[] = {24, 200, 64};
-    const dt_budget budgets[] = {{&dt_policy_local_window, 200, 10, 3, 8, sizes, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 200, 10, 3, 8, sizes, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 1, 3), *fork = NULL;
     dt_error error;
     int32_t next = 0;
@@ -360,8 +361,9 @@ static void set_peaks(dt_kv *kv, int32_t n_layers, int32_t n_lanes) {
 
 static void test_a_shared_budget_follows_the_scores(void **state) {
     (void)state;
-    const dt_budget budgets[] = {
-        {&dt_policy_reconstruct, INT32_MAX, 12, 3, 8, NULL, 0}, {0}, {&dt_policy_reconstruct, 150, 12, 3, 8, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 12, 3, 8, NULL, 0, NULL, 0},
+                                 {0},
+                                 {&dt_policy_reconstruct, 150, 12, 3, 8, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 3, 3);
     dt_error error;
     int32_t next = 0;
@@ -394,8 +396,8 @@ static void test_a_shared_budget_follows_the_scores(void **state) {
 /* Equal scores, as of a session that was loaded without them: the budget is filled all the same, with the newest. */
 static void test_a_shared_budget_of_equal_scores(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0},
-                                 {&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0, NULL, 0},
+                                 {&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(budgets, 2, 3);
     dt_error error;
     int32_t next = 0;
@@ -413,9 +415,9 @@ static void test_a_shared_budget_of_equal_scores(void **state) {
 
 static void test_budgets_need_what_was_collected(void **state) {
     (void)state;
-    const dt_budget window[] = {{&dt_policy_local_window, 64, 10, 3, 8, NULL, 0}};
-    const dt_budget scored[] = {{&dt_policy_importance_score, 64, 10, 3, 8, NULL, 0}},
-                    peaks[] = {{&dt_policy_reconstruct, 64, 10, 3, 8, NULL, 0}};
+    const dt_budget window[] = {{&dt_policy_local_window, 64, 10, 3, 8, NULL, 0, NULL, 0}};
+    const dt_budget scored[] = {{&dt_policy_importance_score, 64, 10, 3, 8, NULL, 0, NULL, 0}},
+                    peaks[] = {{&dt_policy_reconstruct, 64, 10, 3, 8, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(window, 1, 2);
     dt_error error;
     assert_int_equal(dt_kv_set_budgets(kv, scored, 0, &error), DT_ERR_ARGUMENT);

@@ -27,6 +27,10 @@ static bool avx512_supported(void) {
 static bool avx512_vnni_supported(void) { return avx512_supported() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
+#if defined(DT_HAVE_AVX512_VNNI) && defined(DT_HAVE_AMX)
+static bool amx_bf16_supported(void) { return avx512_vnni_supported() && dt_amx_ready(); }
+#endif
+
 #if defined(DT_HAVE_AVX2)
 static bool avx2_supported(void) {
     unsigned a, b, c = 0, d;
@@ -44,9 +48,10 @@ enum { BATCH_INVARIANT = false };
 
 static bool always_supported(void) { return true; }
 
-#define DRIVER                                                                                                                     \
-    .scratch_bytes = dt_attn_driver_scratch_bytes, .thread_bytes = dt_attn_driver_thread_bytes, .prepare = dt_attn_driver_prepare, \
-    .store = dt_attn_driver_store, .attend = dt_attn_driver_attend, .observe = dt_attn_driver_observe
+#define DRIVER_PHASES                                                                                                              \
+    .scratch_bytes = dt_attn_driver_scratch_bytes, .prepare = dt_attn_driver_prepare, .store = dt_attn_driver_store,               \
+    .attend = dt_attn_driver_attend, .observe = dt_attn_driver_observe
+#define DRIVER .thread_bytes = dt_attn_driver_thread_bytes, DRIVER_PHASES
 #define REFERENCE                                                                                                                  \
     .supported = always_supported, .scratch_bytes = dt_attn_reference_scratch_bytes,                                               \
     .thread_bytes = dt_attn_reference_thread_bytes, .prepare = dt_attn_reference_prepare, .store = dt_attn_reference_store,        \
@@ -54,6 +59,15 @@ static bool always_supported(void) { return true; }
 
 /* Fastest first: "auto" takes the first that is supported; in the batch-invariant build, of those without 16-bit tiles. */
 static const dt_attn_kernel kernels[] = {
+#if defined(DT_HAVE_AVX512_VNNI) && defined(DT_HAVE_AMX)
+    {.name = "amx_bf16",
+     .supported = amx_bf16_supported,
+     .ops = &dt_attn_avx512_ops,
+     .int16 = &dt_attn_avx512_int16,
+     .split = &dt_attn_amx_split,
+     .thread_bytes = dt_attn_driver_thread_bytes_split,
+     DRIVER_PHASES},
+#endif
 #if defined(DT_HAVE_AVX512_VNNI)
     {.name = "avx512_vnni", .supported = avx512_vnni_supported, .ops = &dt_attn_avx512_ops, .int16 = &dt_attn_avx512_int16, DRIVER},
 #endif

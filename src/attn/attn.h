@@ -71,6 +71,7 @@ struct dt_attn_kernel {
     bool (*supported)(void);               /* by this machine, at run time */
     const struct dt_attn_ops *ops;         /* private to attn/ (attn_driver.h); NULL for the references */
     const struct dt_attn_int16_ops *int16; /* NULL: everything is computed in F32 */
+    const struct dt_attn_split_ops *split; /* of many rows, instead of int16's; may be NULL */
     /* Enough for every job up to these sizes; a multiple of 64. max_entries: the longest lane with every span counted as full
      * (n_spans * block_tokens). */
     size_t (*scratch_bytes)(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query, int32_t max_entries);

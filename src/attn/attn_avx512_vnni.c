@@ -216,8 +216,10 @@ static void multiply(const uint32_t *a, size_t a_stride, const float *row_step, 
 
 /* ---- few rows over an INT8 cache --------------------------------------------------------------------- */
 
-/* Address arithmetic on integers: the memory asked for is another object's. */
-INLINE void ask_for(const char *from, ptrdiff_t ahead) { __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead)); }
+/* Address arithmetic on integers: the memory asked for is another object's. Into the second-level cache, as attn_simd.h says. */
+INLINE void ask_for(const char *from, ptrdiff_t ahead) {
+    __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead), 0, 2);
+}
 
 static float pack_query_bytes(const float *x, int8_t *high, int8_t *low, int32_t n, int32_t *sum) {
     __m512 largest = _mm512_setzero_ps(), total = _mm512_setzero_ps();

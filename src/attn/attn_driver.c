@@ -19,10 +19,12 @@
 #include <math.h>
 #include <string.h>
 
-#define DT_TILE_ROWS 96     /* rows of a tile: enough to pay for unpacking, few enough for tile and span to stay in cache */
-#define DT_KEPT_ROWS 16     /* up to so many rows the weights are kept for the mass; beyond, scores are computed again */
-#define DT_KEY_GROUPS 2     /* groups unpacked at a time */
-#define DT_VALUE_ENTRIES 64 /* entries and dimensions of values unpacked at a time: 16 KB */
+#define DT_TILE_ROWS 96        /* rows of a tile: enough to pay for unpacking, few enough for tile and span to stay in cache */
+#define DT_SPLIT_TILE_ROWS 256 /* most of a tile in pairs of BF16, where unpacking weighs more */
+#define DT_SPLIT_TILES 16      /* fewer rows make a tile where there would be fewer */
+#define DT_KEPT_ROWS 16        /* up to so many rows the weights are kept for the mass; beyond, scores are computed again */
+#define DT_KEY_GROUPS 2        /* groups unpacked at a time */
+#define DT_VALUE_ENTRIES 64    /* entries and dimensions of values unpacked at a time: 16 KB */
 #define DT_VALUE_DIMS 64
 #define DT_INT16_ENTRIES (2 * DT_VALUE_ENTRIES) /* as pairs of 16 bits they take the same memory */
 
@@ -39,14 +41,16 @@ typedef struct thread_scratch {
     dt_attn_byte_query *byte_query;                                    /* [DT_ATTN_SPAN_ROWS] */
     float *row_step, *weight_step, *key_step, *value_step; /* of 16-bit tiles: [DT_TILE_ROWS] twice, [64], [block_tokens] */
     float *add;                                            /* [block_tokens] */
+    char *key_panel, *value_panel;                         /* of tiles in pairs of BF16: a span's */
 } thread_scratch;
 
 /* Lies at the start of the job's scratch. */
 typedef struct attn_plan {
     const dt_attn_ops *ops;
+    const dt_attn_split_ops *split;                   /* by tile; NULL: not so */
     const dt_attn_int16_ops *int16;                   /* by tile; NULL: in F32 */
     const dt_attn_int16_ops *key_bytes, *value_bytes; /* by span, an INT8 cache; NULL: in F32 */
-    int32_t n_rows, n_tiles, n_tasks;
+    int32_t n_rows, tile_rows, n_tiles, n_tasks;
     bool by_span, keep;
     size_t s_stride;
     atomic_int next_task;
@@ -76,41 +80,55 @@ static void *carve(carver *c, size_t count, size_t size) {
 
 static float *carve_floats(carver *c, size_t count) { return carve(c, count, sizeof(float)); }
 
-static thread_scratch carve_thread(carver *c, const dt_kv_format *f) {
-    const size_t rows = DT_TILE_ROWS + DT_ATTN_SLACK_ROWS, dim_k = (size_t)f->dim_k_padded, dim_v = (size_t)f->dim_v_padded;
+/* Dimensions of keys and entries of values are padded to whole steps. */
+static size_t padded_steps(int32_t n) { return (size_t)DT_ROUND_UP(n, DT_ATTN_SPLIT_STEP); }
+
+/* split: for tiles in pairs of BF16 too. */
+static thread_scratch carve_thread(carver *c, const dt_kv_format *f, bool split) {
+    const size_t tile_rows = split ? DT_SPLIT_TILE_ROWS : DT_TILE_ROWS, rows = DT_TILE_ROWS + DT_ATTN_SLACK_ROWS;
+    const size_t dim_k = split ? padded_steps(f->dim_k) : (size_t)f->dim_k_padded, dim_v = (size_t)f->dim_v_padded;
     const size_t tokens = (size_t)f->block_tokens;
     return (thread_scratch){
-        .q = carve_floats(c, rows * dim_k),
+        .q = carve_floats(c, (tile_rows + DT_ATTN_SLACK_ROWS) * dim_k),
         .s = carve_floats(c, rows * (tokens + DT_KV_GROUP)),
-        .keys = carve_floats(c, DT_KEY_GROUPS * dim_k * DT_KV_GROUP),
+        .keys = carve_floats(c, DT_KEY_GROUPS * (size_t)f->dim_k_padded * DT_KV_GROUP),
         .values = carve_floats(c, DT_VALUE_ENTRIES * DT_VALUE_DIMS),
         .part = carve_floats(c, rows * dim_v),
-        .out = carve_floats(c, DT_TILE_ROWS * dim_v),
-        .part_max = carve_floats(c, DT_TILE_ROWS),
-        .part_sum = carve_floats(c, DT_TILE_ROWS),
-        .max = carve_floats(c, DT_TILE_ROWS),
-        .sum = carve_floats(c, DT_TILE_ROWS),
-        .factor_out = carve_floats(c, DT_TILE_ROWS),
-        .factor_part = carve_floats(c, DT_TILE_ROWS),
+        .out = carve_floats(c, tile_rows * dim_v),
+        .part_max = carve_floats(c, tile_rows),
+        .part_sum = carve_floats(c, tile_rows),
+        .max = carve_floats(c, tile_rows),
+        .sum = carve_floats(c, tile_rows),
+        .factor_out = carve_floats(c, tile_rows),
+        .factor_part = carve_floats(c, tile_rows),
         .byte_query = carve(c, DT_ATTN_SPAN_ROWS, sizeof(dt_attn_byte_query)),
         .row_step = carve_floats(c, DT_TILE_ROWS),
         .weight_step = carve_floats(c, DT_TILE_ROWS),
         .key_step = carve_floats(c, DT_ATTN_INT16_VECTORS * DT_KV_GROUP),
         .value_step = carve_floats(c, tokens),
         .add = carve_floats(c, tokens),
+        .key_panel = carve(c, split ? tokens * dim_k : 0, 2 * sizeof(uint16_t)),
+        .value_panel = carve(c, split ? padded_steps(f->block_tokens) * dim_v : 0, 2 * sizeof(uint16_t)),
     };
 }
 
 size_t dt_attn_driver_thread_bytes(const dt_kv_format *format, int32_t max_entries) {
     carver c = {.base = NULL};
     (void)max_entries;
-    (void)carve_thread(&c, format);
+    (void)carve_thread(&c, format, false);
+    return c.used;
+}
+
+size_t dt_attn_driver_thread_bytes_split(const dt_kv_format *format, int32_t max_entries) {
+    carver c = {.base = NULL};
+    (void)max_entries;
+    (void)carve_thread(&c, format, true);
     return c.used;
 }
 
 static thread_scratch scratch_of_thread(const dt_attn_job *job, int32_t ith) {
     carver c = {.base = job->thread_scratch + job->thread_bytes * (size_t)ith};
-    return carve_thread(&c, job->format);
+    return carve_thread(&c, job->format, job->kernel->split != NULL);
 }
 
 /* Lays the plan out for n_spans spans in all. plan: NULL to count only. */
@@ -143,6 +161,15 @@ size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes,
     return DT_MAX(tile, DT_MAX(span, kept));
 }
 
+/* Tiles are as large as leaves a few for every thread of a usual machine. */
+static int32_t split_tile_rows(const dt_attn_job *job) {
+    int32_t rows = DT_SPLIT_TILE_ROWS;
+    while (rows > DT_TILE_ROWS && job->n_query * job->n_rep / rows * job->n_lanes < DT_SPLIT_TILES) {
+        rows /= 2;
+    }
+    return DT_MAX(rows, DT_TILE_ROWS);
+}
+
 void dt_attn_driver_prepare(dt_attn_job *job) {
     attn_plan *plan = plan_of(job);
     const int32_t n_rows = job->n_query * job->n_rep;
@@ -157,11 +184,13 @@ void dt_attn_driver_prepare(dt_attn_job *job) {
     plan->ops = job->kernel->ops;
     plan->n_rows = n_rows;
     plan->by_span = n_rows <= DT_ATTN_SPAN_ROWS;
-    plan->int16 = plan->by_span ? NULL : job->kernel->int16;
+    plan->split = plan->by_span ? NULL : job->kernel->split;
+    plan->int16 = plan->by_span || plan->split != NULL ? NULL : job->kernel->int16;
     plan->key_bytes = plan->by_span && job->format->type_k == DT_KV_INT8 ? job->kernel->int16 : NULL;
     plan->value_bytes = plan->by_span && job->format->type_v == DT_KV_INT8 ? job->kernel->int16 : NULL;
     plan->keep = plan->by_span && observed && n_rows <= DT_KEPT_ROWS && !job->mass_peak;
-    plan->n_tiles = (n_rows + DT_TILE_ROWS - 1) / DT_TILE_ROWS;
+    plan->tile_rows = plan->split != NULL ? split_tile_rows(job) : DT_TILE_ROWS;
+    plan->n_tiles = (n_rows + plan->tile_rows - 1) / plan->tile_rows;
     plan->n_tasks = plan->by_span ? n_spans : job->n_lanes * plan->n_tiles;
     plan->s_stride = (size_t)job->format->block_tokens + DT_KV_GROUP;
     const size_t bytes =
@@ -338,8 +367,24 @@ static void pack_queries_integer(const dt_attn_job *job, const thread_scratch *t
     }
 }
 
+static void pack_queries_split(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    const int32_t dim = job->format->dim_k;
+    const size_t padded = padded_steps(dim);
+    _Alignas(64) float x[DT_ATTN_MAX_DIM];
+    memset(x + dim, 0, (padded - (size_t)dim) * sizeof(float));
+    for (int32_t r = 0; r < rows.n; r++) {
+        const float *from = query_of(job, rows, r);
+        for (int32_t d = 0; d < dim; d++) {
+            x[d] = clamped_query(from[d] * job->scale);
+        }
+        plan_of(job)->split->split_query(x, (int32_t)padded, thread->q + (size_t)r * padded);
+    }
+}
+
 static void pack_queries(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
-    if (plan_of(job)->int16 != NULL || plan_of(job)->key_bytes != NULL) {
+    if (plan_of(job)->split != NULL) {
+        pack_queries_split(job, thread, rows);
+    } else if (plan_of(job)->int16 != NULL || plan_of(job)->key_bytes != NULL) {
         pack_queries_integer(job, thread, rows);
     } else {
         pack_queries_f32(job, thread, rows);
@@ -460,10 +505,50 @@ static void span_values_int16(const dt_attn_job *job, const thread_scratch *thre
     }
 }
 
+/* Dot products of a block of rows, from `first` of the packed ones on, with n entries of the key panel. */
+static dt_attn_split_product split_scores(const dt_attn_job *job, const thread_scratch *thread, int32_t first, int32_t n,
+                                          float *s) {
+    const size_t dim = padded_steps(job->format->dim_k);
+    return (dt_attn_split_product){
+        .a = (const char *)(thread->q + (size_t)first * dim),
+        .a_bytes = dim * sizeof(float),
+        .b = thread->key_panel,
+        .exact = job->format->type_k == DT_KV_INT8,
+        .n_steps = (int32_t)dim / DT_ATTN_SPLIT_STEP,
+        .b_steps = (int32_t)dim / DT_ATTN_SPLIT_STEP,
+        .n_columns = (n + DT_KV_GROUP - 1) / DT_KV_GROUP,
+        .c = s,
+        .c_stride = plan_of(job)->s_stride,
+    };
+}
+
+static void make_key_panel(const dt_attn_job *job, const thread_scratch *thread, const span_view *view) {
+    const dt_kv_format *f = job->format;
+    plan_of(job)->split->key_panel((dt_attn_kind)f->type_k, view->span->block, score_dim(f),
+                                   (view->n_total + DT_KV_GROUP - 1) / DT_KV_GROUP, thread->key_panel);
+}
+
+static void span_scores_split(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, int32_t n_rows) {
+    const attn_plan *plan = plan_of(job);
+    dt_amx_table old;
+    plan->split->begin(&old);
+    make_key_panel(job, thread, view);
+    for (int32_t r = 0; r < n_rows; r += DT_ATTN_SPLIT_ROWS) {
+        dt_attn_split_product p = split_scores(job, thread, r, view->n_total, thread->s + (size_t)r * plan->s_stride);
+        while (plan->split->advance(&p)) {
+        }
+    }
+    plan->split->end(&old);
+}
+
 /* Dot products of the packed rows with the span's entries into thread->s. With few rows memory is the limit: while keys are
  * read the span's values are asked for, and while values are read the keys of the next span, so that memory never waits. */
 static void span_scores(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, row_range rows) {
     const attn_plan *plan = plan_of(job);
+    if (plan->split != NULL) {
+        span_scores_split(job, thread, view, rows.n);
+        return;
+    }
     if (plan->int16 != NULL) {
         span_scores_int16(job, thread, view, rows);
         return;
@@ -558,9 +643,10 @@ static bool span_part(const dt_attn_job *job, const thread_scratch *thread, row_
     for (int32_t r = 0; r < rows.n; r++) {
         const int32_t query = (rows.first + r) / job->n_rep;
         terms.add = query_mask(job, thread, &view, query);
-        thread->part_max[r] =
-            plan->ops->weights(thread->s + (size_t)r * plan->s_stride, visible_entries(&view, query), view.n_total, &terms,
-                               value_step, keep != NULL ? keep + (size_t)r * (size_t)f->block_tokens : NULL, &thread->part_sum[r]);
+        float *s = thread->s + (size_t)r * plan->s_stride;
+        thread->part_max[r] = plan->ops->finish(s, visible_entries(&view, query), &terms);
+        thread->part_sum[r] = plan->ops->weights(s, visible_entries(&view, query), view.n_total, thread->part_max[r], value_step,
+                                                 keep != NULL ? keep + (size_t)r * (size_t)f->block_tokens : NULL);
     }
     if (plan->int16 != NULL) {
         span_values_int16(job, thread, &view, rows, value_step);
@@ -580,17 +666,18 @@ static void merge_begin(const dt_attn_job *job, const thread_scratch *thread, in
     memset(thread->out, 0, (size_t)n_rows * (size_t)job->format->dim_v_padded * sizeof(float));
 }
 
-/* Adds one span's result to what was merged before. */
-static void merge_part(const dt_attn_job *job, const thread_scratch *thread, int32_t n_rows, const float *part_max,
+/* Adds one span's result for rows [first, first + n_rows) to what was merged before. */
+static void merge_part(const dt_attn_job *job, const thread_scratch *thread, int32_t first, int32_t n_rows, const float *part_max,
                        const float *part_sum, const float *part) {
     const dt_attn_ops *ops = plan_of(job)->ops;
     const int32_t dim = job->format->dim_v_padded;
+    float *row_max = thread->max + first, *row_sum = thread->sum + first, *out = thread->out + (size_t)first * (size_t)dim;
     for (int32_t r = 0; r < n_rows; r++) {
         const bool empty = part_max[r] == -INFINITY;
-        const float max = empty ? thread->max[r] : DT_MAX(thread->max[r], part_max[r]);
-        thread->factor_out[r] = empty ? 0.0f : thread->max[r] - max;
+        const float max = empty ? row_max[r] : DT_MAX(row_max[r], part_max[r]);
+        thread->factor_out[r] = empty ? 0.0f : row_max[r] - max;
         thread->factor_part[r] = empty ? -INFINITY : part_max[r] - max;
-        thread->max[r] = max;
+        row_max[r] = max;
     }
     ops->exponentials(thread->factor_out, DT_ROUND_UP(n_rows, DT_KV_GROUP));
     ops->exponentials(thread->factor_part, DT_ROUND_UP(n_rows, DT_KV_GROUP));
@@ -599,8 +686,8 @@ static void merge_part(const dt_attn_job *job, const thread_scratch *thread, int
             continue;
         }
         const float old = thread->factor_out[r], new = thread->factor_part[r];
-        thread->sum[r] = thread->sum[r] * old + part_sum[r] * new;
-        ops->merge(thread->out + (size_t)r * (size_t)dim, old, part + (size_t)r * (size_t)dim, new, dim);
+        row_sum[r] = row_sum[r] * old + part_sum[r] * new;
+        ops->merge(out + (size_t)r * (size_t)dim, old, part + (size_t)r * (size_t)dim, new, dim);
     }
 }
 
@@ -636,7 +723,7 @@ static void merge_lane(const dt_attn_job *job, const thread_scratch *thread, row
     const size_t n = (size_t)rows.n;
     merge_begin(job, thread, rows.n);
     for (size_t span = (size_t)plan->first_span[rows.lane]; span < (size_t)plan->first_span[rows.lane + 1]; span++) {
-        merge_part(job, thread, rows.n, plan->span_max + span * n, plan->span_sum + span * n,
+        merge_part(job, thread, 0, rows.n, plan->span_max + span * n, plan->span_sum + span * n,
                    plan->span_out + span * n * (size_t)job->format->dim_v_padded);
     }
     merge_end(job, thread, rows);
@@ -674,18 +761,139 @@ static void attend_by_span(const dt_attn_job *job, const thread_scratch *thread)
     }
 }
 
+/* What blocks of rows of a tile go through, one after the other: scores (by the tile unit), weights (by the vector unit), sums of
+ * values (by the tile unit), merging. While a block's weights are computed, the tile unit has the next block's scores and the previous
+ * one's values to do. */
+typedef struct split_block {
+    int32_t first, n, n_visible; /* rows of the tile; entries that at least one of them sees */
+    float *s;
+} split_block;
+
+static split_block split_block_at(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, row_range rows,
+                                  int32_t number) {
+    const int32_t first = number * DT_ATTN_SPLIT_ROWS, n = DT_MIN(DT_ATTN_SPLIT_ROWS, rows.n - first);
+    return (split_block){
+        .first = first,
+        .n = n,
+        .n_visible = visible_entries(view, (rows.first + first + n - 1) / job->n_rep),
+        .s = thread->s + (size_t)(number % 3 * DT_ATTN_SPLIT_ROWS) * plan_of(job)->s_stride,
+    };
+}
+
+static dt_attn_split_product split_values(const dt_attn_job *job, const thread_scratch *thread, const span_view *view,
+                                          const split_block *block) {
+    return (dt_attn_split_product){
+        .a = (const char *)block->s,
+        .a_bytes = plan_of(job)->s_stride * sizeof(float),
+        .b = thread->value_panel,
+        .exact = job->format->type_v == DT_KV_INT8,
+        .n_steps = (block->n_visible + DT_ATTN_SPLIT_STEP - 1) / DT_ATTN_SPLIT_STEP,
+        .b_steps = (view->n_total + DT_ATTN_SPLIT_STEP - 1) / DT_ATTN_SPLIT_STEP,
+        .n_columns = block->n_visible > 0 ? job->format->dim_v_padded / 16 : 0,
+        .c = thread->part,
+        .c_stride = (size_t)job->format->dim_v_padded,
+    };
+}
+
+/* Scores of row r of a block are finished; a later call makes weights of them, and of those pairs of halves. */
+static void finish_split_row(const dt_attn_job *job, const thread_scratch *thread, span_view *view, row_range rows,
+                             const split_block *block, int32_t r) {
+    const int32_t row = block->first + r, query = (rows.first + row) / job->n_rep;
+    dt_attn_terms terms = span_terms(job, view);
+    terms.add = query_mask(job, thread, view, query);
+    thread->part_max[row] =
+        plan_of(job)->ops->finish(block->s + (size_t)r * plan_of(job)->s_stride, visible_entries(view, query), &terms);
+}
+
+static void weigh_split_row(const dt_attn_job *job, const thread_scratch *thread, const span_view *view, row_range rows,
+                            const split_block *block, int32_t r) {
+    const attn_plan *plan = plan_of(job);
+    const dt_kv_format *f = job->format;
+    const int32_t row = block->first + r, query = (rows.first + row) / job->n_rep, n = block->n_visible;
+    const float *value_step = f->type_v == DT_KV_INT8 ? dt_kv_v_scale(f, view->span->block) : NULL;
+    float *s = block->s + (size_t)r * plan->s_stride;
+    thread->part_sum[row] = plan->ops->weights(s, visible_entries(view, query), n, thread->part_max[row], value_step, NULL);
+    for (int32_t i = DT_ROUND_UP(n, DT_KV_GROUP); i % DT_ATTN_SPLIT_STEP != 0; i++) {
+        s[i] = 0.0f;
+    }
+    plan->split->split_weights(s, DT_ROUND_UP(n, DT_ATTN_SPLIT_STEP));
+}
+
+static int32_t n_parts(const dt_attn_split_product *p) { return (p->n_columns + 1) / 2 * p->n_steps; }
+
+/* A tile over one span. The queries are packed, the thread's tiles configured. */
+static void split_span(const dt_attn_job *job, const thread_scratch *thread, row_range rows, span_view *view) {
+    const attn_plan *plan = plan_of(job);
+    const dt_kv_format *f = job->format;
+    const int32_t n_blocks = (rows.n + DT_ATTN_SPLIT_ROWS - 1) / DT_ATTN_SPLIT_ROWS;
+    make_key_panel(job, thread, view);
+    plan->split->value_panel((dt_attn_kind)f->type_v, (const char *)view->span->block + f->v_offset, dt_kv_value_row_bytes(f),
+                             DT_ROUND_UP(view->n_total, DT_KV_GROUP), f->dim_v_padded, thread->value_panel);
+    split_block weighted = {0}, scored = {0};
+    for (int32_t i = 0; i < n_blocks + 2; i++) {
+        const split_block merged = weighted; /* its weights are ready */
+        dt_attn_split_product scores = {0}, values = {0};
+        weighted = scored;
+        scored = (split_block){0};
+        if (i < n_blocks) {
+            scored = split_block_at(job, thread, view, rows, i);
+            scores = split_scores(job, thread, scored.first, scored.n_visible, scored.s);
+        }
+        if (merged.n > 0) {
+            values = split_values(job, thread, view, &merged);
+        }
+        if (weighted.n > 0) {
+            finish_split_row(job, thread, view, rows, &weighted, 0);
+        }
+        const int32_t n_all = n_parts(&scores) + n_parts(&values);
+        int32_t n_done = 0;
+        for (int32_t r = 0; r < DT_ATTN_SPLIT_ROWS; r++) {
+            for (; n_done < n_all * (r + 1) / DT_ATTN_SPLIT_ROWS; n_done++) {
+                plan->split->advance(n_done < n_parts(&values) ? &values : &scores);
+            }
+            if (r + 1 < weighted.n) { /* one ahead, so that its maximum is there when it is needed */
+                finish_split_row(job, thread, view, rows, &weighted, r + 1);
+            }
+            if (r < weighted.n) {
+                weigh_split_row(job, thread, view, rows, &weighted, r);
+            }
+        }
+        if (merged.n > 0) {
+            merge_part(job, thread, merged.first, merged.n, thread->part_max + merged.first, thread->part_sum + merged.first,
+                       thread->part);
+        }
+    }
+}
+
+static void attend_tile_split(const dt_attn_job *job, const thread_scratch *thread, row_range rows) {
+    const attn_plan *plan = plan_of(job);
+    dt_amx_table old;
+    plan->split->begin(&old);
+    for (int32_t span = 0; span < job->lanes[rows.lane].n_spans; span++) {
+        span_view view;
+        if (view_span(job, rows, span, &view)) {
+            split_span(job, thread, rows, &view);
+        }
+    }
+    plan->split->end(&old);
+}
+
 static void attend_by_tile(const dt_attn_job *job, const thread_scratch *thread) {
     attn_plan *plan = plan_of(job);
     int32_t task;
     while ((task = atomic_fetch_add_explicit(&plan->next_task, 1, memory_order_relaxed)) < plan->n_tasks) {
         /* Lane by lane, so that threads share what they read; long tiles first, so that short ones fill the end. */
-        const int32_t first = (plan->n_tiles - 1 - task % plan->n_tiles) * DT_TILE_ROWS;
-        const row_range rows = {.lane = task / plan->n_tiles, .first = first, .n = DT_MIN(DT_TILE_ROWS, plan->n_rows - first)};
+        const int32_t first = (plan->n_tiles - 1 - task % plan->n_tiles) * plan->tile_rows;
+        const row_range rows = {.lane = task / plan->n_tiles, .first = first, .n = DT_MIN(plan->tile_rows, plan->n_rows - first)};
         pack_queries(job, thread, rows);
         merge_begin(job, thread, rows.n);
-        for (int32_t span = 0; span < job->lanes[rows.lane].n_spans; span++) {
-            if (span_part(job, thread, rows, span, NULL, NULL)) {
-                merge_part(job, thread, rows.n, thread->part_max, thread->part_sum, thread->part);
+        if (plan->split != NULL) {
+            attend_tile_split(job, thread, rows);
+        } else {
+            for (int32_t span = 0; span < job->lanes[rows.lane].n_spans; span++) {
+                if (span_part(job, thread, rows, span, NULL, NULL)) {
+                    merge_part(job, thread, 0, rows.n, thread->part_max, thread->part_sum, thread->part);
+                }
             }
         }
         merge_end(job, thread, rows);
@@ -760,10 +968,11 @@ static void observe_again(const dt_attn_job *job, const thread_scratch *thread, 
                 if (job->mass_row[query] >= 0) {
                     float *mass =
                         l->mass + (size_t)job->mass_row[query] * job->mass_stride + plan->span_base[plan->first_span[lane] + span];
-                    float *s = thread->s + (size_t)r * plan->s_stride, *factor = thread->factor_part, sum;
+                    float *s = thread->s + (size_t)r * plan->s_stride, *factor = thread->factor_part;
                     terms.add = query_mask(job, thread, &view, query);
                     const int32_t n_visible = visible_entries(&view, query);
-                    const float max = plan->ops->weights(s, n_visible, view.n_total, &terms, NULL, NULL, &sum);
+                    const float max = plan->ops->finish(s, n_visible, &terms);
+                    plan->ops->weights(s, n_visible, view.n_total, max, NULL, NULL);
                     factor[0] = max == -INFINITY ? -INFINITY : max - plan->row_max[row];
                     plan->ops->exponentials(factor, DT_KV_GROUP);
                     factor[0] *= plan->row_inverse[row];

@@ -10,6 +10,7 @@
 #define DT_ATTN_DRIVER_H
 
 #include "attn/attn.h"
+#include "base/amx.h"
 
 /* How the numbers of keys or values lie: as in the cache (dt_kv_format.h), or unpacked to floats by convert_keys/convert_values. */
 typedef enum dt_attn_kind { DT_ATTN_F16 = DT_KV_F16, DT_ATTN_INT8 = DT_KV_INT8, DT_ATTN_F32 } dt_attn_kind;
@@ -49,11 +50,12 @@ typedef struct dt_attn_ops {
      * is the padded one. While a key is read, the memory `ahead` bytes further on is asked for (not for DT_ATTN_F32). */
     void (*scores)(dt_attn_kind kind, const void *keys, int32_t dim, int32_t n_groups, ptrdiff_t ahead, const float *q,
                    int32_t n_rows, float *s, size_t stride);
-    /* One row: scores s[n_visible] become weights exp(s - max), zero in [n_visible, n_total); both round up to 16 within the
-     * row's memory. Returns the maximum (-INFINITY where nothing is visible) and the sum of the weights. keep, where not NULL,
-     * gets a copy of the weights; v_scale, where not NULL, multiplies them in s afterwards. */
-    float (*weights)(float *s, int32_t n_visible, int32_t n_total, const dt_attn_terms *terms, const float *v_scale, float *keep,
-                     float *sum);
+    /* One row: the terms are applied to scores s[n_visible]. Rounds n_visible up to 16 within the row's memory. Returns the maximum,
+     * -INFINITY where nothing is visible. */
+    float (*finish)(float *s, int32_t n_visible, const dt_attn_terms *terms);
+    /* Finished scores become weights exp(s - max), zero in [n_visible, n_total); both round up to 16. Returns the sum of the weights.
+     * keep, where not NULL, gets a copy of the weights; v_scale, where not NULL, multiplies them in s afterwards. */
+    float (*weights)(float *s, int32_t n_visible, int32_t n_total, float max, const float *v_scale, float *keep);
     /* Values of n entries, n_dims (multiple of 16) of each, to floats [entry][n_dims]. */
     void (*convert_values)(dt_attn_kind kind, const void *values, size_t row_bytes, int32_t n, int32_t n_dims, float *out);
     /* o[row * o_stride + dim] += sum over entries of w[row * w_stride + entry] * value, in entry order. ahead: as in scores. */
@@ -128,6 +130,40 @@ typedef struct dt_attn_int16_ops {
                         size_t w_bytes, const float *step, int32_t n_rows, float *o, size_t o_stride);
 } dt_attn_int16_ops;
 
+/* Tiles in pairs of BF16 (attn_amx.c): a number is a high half plus a low one. Rows are queries, or weights (times the values' scales
+ * of an INT8 cache): per DT_ATTN_SPLIT_STEP numbers 64 bytes of high halves, then 64 of low ones. A panel is 16 keys, or dimensions of
+ * values, after the other, of each the steps' tiles: high, and for F16 low. */
+#define DT_ATTN_SPLIT_STEP 32
+#define DT_ATTN_SPLIT_ROWS 32 /* multiplied together */
+
+/* c[row][column] = a . b for DT_ATTN_SPLIT_ROWS rows, all of which may be read and written. */
+typedef struct dt_attn_split_product {
+    const char *a;
+    size_t a_bytes; /* from row to row */
+    const char *b;
+    bool exact;                 /* b has no low halves */
+    int32_t n_steps, n_columns; /* of DT_ATTN_SPLIT_STEP numbers; of 16 columns */
+    int32_t b_steps;            /* that a column of the panel has, at least n_steps */
+    float *c;
+    size_t c_stride;
+    int32_t column, step; /* what comes next; 0 at first */
+} dt_attn_split_product;
+
+typedef struct dt_attn_split_ops {
+    /* The thread's tiles are configured for what follows, and given back as they were. */
+    void (*begin)(dt_amx_table *old);
+    void (*end)(const dt_amx_table *old);
+    /* n is a multiple of DT_ATTN_SPLIT_STEP. Weights are split in place, and what is lost is cut off, not rounded. */
+    void (*split_query)(const float *x, int32_t n, float *out);
+    void (*split_weights)(float *w, int32_t n);
+    void (*key_panel)(dt_attn_kind kind, const char *keys, int32_t dim, int32_t n_groups, char *panel);
+    /* n and n_dims are multiples of 16. */
+    void (*value_panel)(dt_attn_kind kind, const char *values, size_t row_bytes, int32_t n, int32_t n_dims, char *panel);
+    /* Does a part of the product: a step of two columns; false when all is done. Between parts the thread may compute anything but
+     * another product. */
+    bool (*advance)(dt_attn_split_product *product);
+} dt_attn_split_ops;
+
 /* Rows of the next block when n rows are left: the largest block, or the next power of two (computing up to
  * DT_ATTN_SLACK_ROWS rows that nobody reads). */
 static inline int32_t dt_attn_block_rows(int32_t n, int32_t largest) {
@@ -141,6 +177,7 @@ static inline int32_t dt_attn_block_rows(int32_t n, int32_t largest) {
 size_t dt_attn_driver_scratch_bytes(const dt_kv_format *format, int32_t n_lanes, int32_t n_rep, int32_t n_query,
                                     int32_t max_entries);
 size_t dt_attn_driver_thread_bytes(const dt_kv_format *format, int32_t max_entries);
+size_t dt_attn_driver_thread_bytes_split(const dt_kv_format *format, int32_t max_entries); /* of kernels with dt_attn_split_ops */
 void dt_attn_driver_prepare(dt_attn_job *job);
 void dt_attn_driver_store(dt_attn_job *job, int32_t ith, int32_t nth);
 void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth);
@@ -157,6 +194,9 @@ extern const dt_attn_ops dt_attn_neon_ops;
 #endif
 #if defined(DT_HAVE_AVX512_VNNI)
 extern const dt_attn_int16_ops dt_attn_avx512_int16;
+#endif
+#if defined(DT_HAVE_AVX512_VNNI) && defined(DT_HAVE_AMX)
+extern const dt_attn_split_ops dt_attn_amx_split;
 #endif
 
 /* The references share nothing with the driver (attn_reference.c). */

@@ -84,9 +84,10 @@ static float simd_to_int8(const float *x, int8_t *out, int32_t n) {
 
 #define DT_MAX_ACCUMULATORS 24
 
-/* Address arithmetic on integers: the memory asked for is another object's. */
+/* Address arithmetic on integers: the memory asked for is another object's. Into the second-level cache: a span of keys or values does
+ * not fit the first, which can also wait for few lines at a time. */
 DT_INLINE void simd_ask_for(const char *from, ptrdiff_t ahead) {
-    __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead));
+    __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead), 0, 2);
 }
 
 DT_INLINE void scores_block(const dt_attn_kind kind, const int R, const int G, const char *keys, size_t group_bytes, int32_t dim,
@@ -250,16 +251,18 @@ DT_INLINE void simd_finish_scores(float *s, int32_t n, const dt_attn_terms *term
     }
 }
 
-static float simd_weights(float *s, int32_t n_visible, int32_t n_total, const dt_attn_terms *terms, const float *v_scale,
-                          float *keep, float *sum) {
+static float simd_finish(float *s, int32_t n_visible, const dt_attn_terms *terms) {
     simd_finish_scores(s, n_visible, terms);
-    const int32_t n_computed = DT_ROUND_UP(n_visible, DT_KV_GROUP), n_padded = DT_ROUND_UP(n_total, DT_KV_GROUP);
     vf largest = v_set1(-INFINITY);
-    for (int32_t i = 0; i < n_computed; i += W) {
+    for (int32_t i = 0; i < n_visible; i += W) {
         largest = v_max(largest, v_load(s + i));
     }
     /* A NaN in the query makes every score NaN, which a maximum may lose; the row must not pass for an empty one. */
-    const float max = n_visible > 0 && s[0] != s[0] ? s[0] : v_max_all(largest);
+    return n_visible > 0 && s[0] != s[0] ? s[0] : v_max_all(largest);
+}
+
+static float simd_weights(float *s, int32_t n_visible, int32_t n_total, float max, const float *v_scale, float *keep) {
+    const int32_t n_computed = DT_ROUND_UP(n_visible, DT_KV_GROUP), n_padded = DT_ROUND_UP(n_total, DT_KV_GROUP);
     int32_t i = 0;
     vf total = v_set1(0.0f);
     if (max != -INFINITY) {
@@ -282,8 +285,7 @@ static float simd_weights(float *s, int32_t n_visible, int32_t n_total, const dt
             v_store(keep + i, v_set1(0.0f));
         }
     }
-    *sum = v_sum_all(total);
-    return max;
+    return v_sum_all(total);
 }
 
 static void simd_add_mass(float *mass, const float *w, size_t w_stride, const float *factor, int32_t n_rows, int32_t n) {
@@ -426,8 +428,9 @@ static void simd_merge(float *o, float a, const float *add, float b, int32_t n) 
 #define DT_SIMD_OPS                                                                                                                \
     {                                                                                                                              \
         .score_block = DT_SIMD_SCORE_ROWS, .clean = simd_clean, .to_f16 = simd_to_f16, .to_int8 = simd_to_int8,                    \
-        .convert_keys = simd_convert_keys, .scores = simd_scores, .weights = simd_weights, .convert_values = simd_convert_values,  \
-        .values = simd_values, .exponentials = simd_exponentials, .merge = simd_merge, .add_mass = simd_add_mass,                  \
+        .convert_keys = simd_convert_keys, .scores = simd_scores, .finish = simd_finish, .weights = simd_weights,                  \
+        .convert_values = simd_convert_values, .values = simd_values, .exponentials = simd_exponentials, .merge = simd_merge,      \
+        .add_mass = simd_add_mass,                                                                                                 \
     }
 
 #endif

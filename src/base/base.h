@@ -49,6 +49,14 @@ void dt_memory_discharge(dt_memory *memory, size_t bytes);
 /* `bytes` must be what was allocated. NULL is accepted. */
 void dt_memory_free(dt_memory *memory, void *pointer, size_t bytes);
 
+/* The same for blocks of the cache, zeroed, where the system can in large pages (block_pool.c). To be freed with
+ * dt_memory_free_block. */
+void *dt_memory_alloc_block(dt_memory *memory, size_t bytes);
+void dt_memory_free_block(dt_memory *memory, void *block, size_t bytes);
+/* What these two rest on: not counted, not zeroed. 64-byte aligned; NULL on failure. */
+void *dt_block_alloc(size_t bytes);
+void dt_block_free(void *block, size_t bytes);
+
 /* Monotonic microseconds. */
 int64_t dt_clock_us(void);
 /* Physical cores this process may run on (at least 1). */

@@ -73,6 +73,25 @@ void *dt_memory_alloc_zero(dt_memory *memory, size_t bytes) {
     return pointer;
 }
 
+void *dt_memory_alloc_block(dt_memory *memory, size_t bytes) {
+    if (bytes > SIZE_MAX - DT_MEMORY_ALIGNMENT || !may_allocate(memory) || !count(memory, bytes)) {
+        return NULL;
+    }
+    void *block = dt_block_alloc(bytes);
+    if (block == NULL) {
+        atomic_fetch_sub(&memory->bytes, bytes);
+        return NULL;
+    }
+    return memset(block, 0, bytes);
+}
+
+void dt_memory_free_block(dt_memory *memory, void *block, size_t bytes) {
+    if (block != NULL) {
+        atomic_fetch_sub(&memory->bytes, bytes);
+        dt_block_free(block, bytes);
+    }
+}
+
 void *dt_memory_grow(dt_memory *memory, void *pointer, size_t old_bytes, size_t new_bytes) {
     void *grown = dt_memory_alloc(memory, new_bytes);
     if (grown != NULL && pointer != NULL) {

@@ -15,6 +15,7 @@
 #define DEFAULT_MIN 512
 #define DEFAULT_SINKS 4
 #define DEFAULT_RECENT 128
+#define SHARED_RECENT 64
 #define WINDOW_SLOTS 16 /* of presets, with local_window; importance_score gains nothing from them (docs/quality.md) */
 
 /* ---- defaults and limits ---- */
@@ -25,6 +26,14 @@ int32_t dt_eviction_smallest_lane(const dt_eviction_request *request) {
         least = DT_MIN(least, request->lanes[i]);
     }
     return least;
+}
+
+/* Where nobody names a recent window. Of a shared budget, the pins are a small part of what a layer has on average, but for predict:
+ * while a small cache goes on, what is needed next stands nearest, which the repetition that predict learned from doesn't show. */
+static int32_t default_recent(const dt_eviction_request *request, int32_t least) {
+    const int32_t part = request->weights != NULL ? 2 : 8;
+    const int32_t most = request->shared_average > 0 ? DT_MIN(SHARED_RECENT, request->shared_average / part) : DEFAULT_RECENT;
+    return DT_MIN(most, least / 4);
 }
 
 dt_budget dt_eviction_complete(const dt_eviction_request *request) {
@@ -41,8 +50,10 @@ dt_budget dt_eviction_complete(const dt_eviction_request *request) {
         .max_cache_size = max,
         .min_cache_size = request->min_cache_size >= 0 ? request->min_cache_size : DT_MIN(DEFAULT_MIN, least / 2),
         .sink_tokens = request->sink_tokens >= 0 ? request->sink_tokens : DEFAULT_SINKS,
-        .recent_window = request->recent_window >= 0 ? request->recent_window : DT_MIN(DEFAULT_RECENT, least / 4),
+        .recent_window = request->recent_window >= 0 ? request->recent_window : default_recent(request, least),
         .lane_max = request->lanes,
+        .weights = request->weights,
+        .n_weights = request->n_weights,
         .memory_slots = request->memory_slots,
     };
 }
@@ -87,8 +98,25 @@ dt_status dt_eviction_new(int32_t n_layers, const char *kind, const char *name, 
     return DT_OK;
 }
 
+dt_score_weights *dt_score_weights_share(dt_score_weights *weights) {
+    if (weights != NULL) {
+        atomic_fetch_add(&weights->references, 1);
+    }
+    return weights;
+}
+
+void dt_score_weights_free(dt_score_weights *weights) {
+    if (weights != NULL && atomic_fetch_sub(&weights->references, 1) == 1) {
+        for (int32_t i = 0; i < weights->n_layers; i++) {
+            free(weights->lists[i]);
+        }
+        free(weights);
+    }
+}
+
 void dt_eviction_free(dt_eviction *eviction) {
     if (eviction != NULL) {
+        dt_score_weights_free(eviction->weights);
         free(eviction->name);
         for (int32_t i = 0; eviction->lists != NULL && i < eviction->n_layers; i++) {
             free(eviction->lists[i]);
@@ -184,7 +212,9 @@ dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_evict
 
 static dt_status override_layer(int32_t layer, int32_t max, int32_t min, dt_eviction_request *request, dt_budget *budget,
                                 dt_error *error) {
-    if (max > 0) {
+    if (max > 0 && request->shared_average > 0) {
+        request->shared_average = max;
+    } else if (max > 0) {
         request->max_cache_size = max;
         request->lanes = NULL; /* for all layers means for all their lanes */
         request->n_lanes = 0;
@@ -249,7 +279,8 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
                        max_cache_size < 0 ? max_cache_size : min_cache_size);
     }
     const size_t n = (size_t)eviction->n_layers;
-    const bool spared_windows = eviction->spares_windows;
+    const bool spared_windows = eviction->spares_windows, shared = eviction->total_cache_size > 0;
+    int64_t n_sharing = 0;
     eviction->spares_windows = spared_windows && max_cache_size == 0;
     dt_eviction_request *requests = malloc(n * sizeof *requests);
     dt_budget *budgets = calloc(n, sizeof *budgets);
@@ -266,14 +297,18 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
         if (status == DT_OK && spares_window(eviction, &budgets[i], eviction->windows[i])) {
             budgets[i] = (dt_budget){0};
         }
+        n_sharing += budgets[i].policy != NULL;
         fit_slots(&budgets[i], eviction->windows[i]);
     }
     const int64_t least = dt_eviction_least_total(budgets, status == DT_OK ? eviction->n_layers : 0);
-    if (eviction->total_cache_size > 0 && least > eviction->total_cache_size) {
+    const int64_t total =
+        shared && max_cache_size > 0 ? DT_MIN(max_cache_size * n_sharing, (int64_t)INT32_MAX) : eviction->total_cache_size;
+    if (status == DT_OK && shared && least > total) {
         status = dt_fail(error, DT_ERR_CONFIG,
-                         "--min-cache-size %d asks for %" PRId64
-                         " tokens over all layers, and total_cache_size is %d; give a smaller one",
-                         min_cache_size, least, eviction->total_cache_size);
+                         "a budget of %" PRId64 " tokens over all layers is less than the %" PRId64
+                         " that sinks, recent windows and min_cache_size keep; give a larger --max-cache-size or a smaller "
+                         "--min-cache-size",
+                         total, least);
     }
     if (status != DT_OK) {
         eviction->spares_windows = spared_windows;
@@ -282,6 +317,7 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
         return status;
     }
     log_lowered(eviction, requests, budgets);
+    eviction->total_cache_size = (int32_t)total;
     if (min_cache_size == 0) {
         dt_log(DT_LOG_WARN,
                "TLC: --min-cache-size 0: nothing keeps later budgets from emptying a layer but its sinks and recent window");
@@ -311,7 +347,7 @@ dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_erro
 static bool same_budget(const dt_budget *a, const dt_budget *b) {
     return a->policy == b->policy && a->max_cache_size == b->max_cache_size && a->min_cache_size == b->min_cache_size &&
            a->sink_tokens == b->sink_tokens && a->recent_window == b->recent_window && a->lane_max == b->lane_max &&
-           a->memory_slots == b->memory_slots;
+           a->weights == b->weights && a->memory_slots == b->memory_slots;
 }
 
 /* First layer after the run of equal layers that begins at `first`. */
@@ -326,7 +362,7 @@ static int32_t run_end(const dt_eviction *eviction, int32_t first) {
 
 static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, const char *range, int width, char *out,
                         size_t capacity) {
-    char what[64] = "";
+    char what[64] = "", score[40] = "";
     if (b->policy == NULL) {
         snprintf(what, sizeof what, window > 0 ? "keeps its window of %d" : "keeps everything", window);
         return snprintf(out, capacity, "TLC: layers %-*s  %-16s  %s\n", width, range, "none", what);
@@ -344,9 +380,11 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
     if (window > 0) {
         snprintf(what, sizeof what, "  window %d%s", window, cuts_window(b, window) ? ", evicted from inside too" : "");
     }
+    if (b->policy->needs_peak) {
+        snprintf(score, sizeof score, "  score %s", b->policy->score_name);
+    }
     return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots %d%s%s\n", width, range,
-                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots,
-                    b->policy->needs_peak ? "  score reconstruct" : "", what);
+                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots, score, what);
 }
 
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {
@@ -388,6 +426,20 @@ const char *dt_eviction_name(const dt_eviction *eviction) { return eviction->nam
 
 /* ---- the public functions ---- */
 
+/* Weights must be those of the model's heads. */
+static dt_status check_weights(const dt_eviction *eviction, const dt_model_info *info, int32_t layer, dt_error *error) {
+    const dt_eviction_request *request = &eviction->requests[layer];
+    const dt_predict_shape shape = {.dim_k = info->head_dim_k, .dim_v = info->head_dim_v};
+    const int32_t n_weights = dt_predict_n_weights(&shape), n_lanes = info->n_kv_heads[layer];
+    if (request->n_weight_lanes == n_lanes && request->n_weights == n_weights) {
+        return DT_OK;
+    }
+    return dt_fail(error, DT_ERR_CONFIG,
+                   "%s: \"weights\" of layer %d has %d lists of %d numbers, but this model's layer has %d KV heads, with %d "
+                   "numbers each: calibrate for this model",
+                   eviction->name, layer, request->n_weight_lanes, request->n_weights, n_lanes, n_weights);
+}
+
 /* The last step of all three: a list of sizes must have one for each KV head of its layers, and windows are respected. */
 static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction **out, dt_error *error) {
     for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
@@ -395,6 +447,8 @@ static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction
         if (request->lanes != NULL && request->n_lanes != info->n_kv_heads[i]) {
             status = dt_fail(error, DT_ERR_CONFIG, "%s: \"lanes\" of layer %d lists %d sizes, but the layer has %d KV heads",
                              (*out)->name, i, request->n_lanes, info->n_kv_heads[i]);
+        } else if (request->weights != NULL) {
+            status = check_weights(*out, info, i, error);
         }
     }
     if (status == DT_OK) {

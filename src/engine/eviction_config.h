@@ -17,7 +17,22 @@ typedef struct dt_eviction_request {
     int32_t memory_slots; /* 0 = none */
     const int32_t *lanes; /* [n_lanes] instead of max_cache_size, the settings' own; NULL = not given */
     int32_t n_lanes;
+    const float
+        *weights; /* [n_weight_lanes][n_weights] of score predict, kept by the settings' dt_score_weights; NULL = not given */
+    int32_t n_weight_lanes, n_weights;
+    int32_t shared_average; /* tokens a layer has on average of a budget shared by all; 0 = it has its own */
 } dt_eviction_request;
+
+/* Weights of score predict, which settings and the sessions made with them share. */
+typedef struct dt_score_weights {
+    atomic_int references;
+    int32_t n_layers;
+    float *lists[]; /* [n_layers] each at the first layer it is for; NULL elsewhere */
+} dt_score_weights;
+
+/* Both take NULL too. */
+dt_score_weights *dt_score_weights_share(dt_score_weights *weights);
+void dt_score_weights_free(dt_score_weights *weights);
 
 struct dt_eviction {
     int32_t n_layers;
@@ -25,6 +40,7 @@ struct dt_eviction {
     dt_eviction_request *requests; /* [n_layers] */
     dt_budget *budgets;            /* [n_layers] */
     int32_t **lists;               /* [n_layers] the lists of lanes, each at the first layer it is for; NULL elsewhere */
+    dt_score_weights *weights;     /* NULL where no layer has any */
     int32_t total_cache_size;      /* shared by the layers that evict, see dt_kv_set_budgets; 0 = each lane has its own */
     int32_t *windows;              /* [n_layers] the model's sliding windows in tokens, 0 = none */
     bool spares_windows;           /* nobody named a size: no layer gives up what its window still sees */

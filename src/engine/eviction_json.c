@@ -14,12 +14,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_FILE_BYTES ((size_t)1 << 20)
+#define MAX_FILE_BYTES ((size_t)4 << 20) /* weights of a large model take 2 MiB */
 #define MAX_LANES 4096
+#define MAX_WEIGHTS 4096 /* of one KV head */
+#define MAX_WEIGHT 1e6
 
-enum { POLICY, MAX_SIZE, MIN_SIZE, SINKS, RECENT, SLOTS, SCORE, LANES, N_FIELDS };
+enum { POLICY, MAX_SIZE, MIN_SIZE, SINKS, RECENT, SLOTS, SCORE, LANES, WEIGHTS, N_FIELDS };
 static const char *const field_names[N_FIELDS] = {
-    "policy", "max_cache_size", "min_cache_size", "sink_tokens", "recent_window", "memory_slots", "score", "lanes",
+    "policy", "max_cache_size", "min_cache_size", "sink_tokens", "recent_window", "memory_slots", "score", "lanes", "weights",
 };
 static const char *const policy_names[] = {"local_window", "importance_score", "none"};
 static const char *const shared_keys[] = {"budget", "total_cache_size", "layers"};
@@ -239,11 +241,49 @@ static dt_status read_lanes(const reader *r, int32_t field, const json_t *value,
     return status;
 }
 
+/* One list of numbers for each KV head, all of the same length; they become the settings' own. */
+static dt_status read_weights(const reader *r, int32_t field, const json_t *value, dt_eviction_request *request) {
+    static const char what[] = "must be a list with a list of numbers for each KV head, as ./deeptutor-eval calibrate writes it";
+    const size_t n_lanes = json_array_size(value), n = json_array_size(json_array_get(value, 0));
+    if (n_lanes < 1 || n_lanes > MAX_LANES || n < 1 || n > MAX_WEIGHTS) {
+        return fail_at(r, field, "weights", "%s", what);
+    }
+    dt_score_weights **all = &r->eviction->weights;
+    if (*all == NULL) {
+        *all = calloc(1, sizeof **all + (size_t)r->eviction->n_layers * sizeof(float *));
+        if (*all != NULL) {
+            atomic_init(&(*all)->references, 1);
+            (*all)->n_layers = r->eviction->n_layers;
+        }
+    }
+    float *list = *all != NULL ? malloc(n_lanes * n * sizeof *list) : NULL;
+    if (list == NULL) {
+        return dt_fail_memory(r->error, n_lanes * n * sizeof *list, "eviction settings");
+    }
+    free((*all)->lists[r->first]);
+    (*all)->lists[r->first] = list;
+    for (size_t i = 0; i < n_lanes; i++) {
+        const json_t *lane = json_array_get(value, i);
+        for (size_t j = 0; j < n; j++) {
+            const json_t *number = json_array_get(lane, j);
+            const double weight = json_number_value(number);
+            if (json_array_size(lane) != n || !json_is_number(number) || !(weight >= -MAX_WEIGHT && weight <= MAX_WEIGHT)) {
+                return fail_at(r, field, "weights", "%s", what);
+            }
+            list[i * n + j] = (float)weight;
+        }
+    }
+    request->weights = list;
+    request->n_weight_lanes = (int32_t)n_lanes;
+    request->n_weights = (int32_t)n;
+    return DT_OK;
+}
+
 /* Which of the scores of the policy; that may stand before or behind it, so it is only checked here. */
 static dt_status read_score(const reader *r, int32_t field, const json_t *value) {
     const char *name = json_is_string(value) ? json_string_value(value) : "";
-    if (strcmp(name, "fast") != 0 && strcmp(name, "reconstruct") != 0) {
-        return fail_at(r, field, "score", "must be \"fast\" or \"reconstruct\"");
+    if (strcmp(name, "fast") != 0 && strcmp(name, "reconstruct") != 0 && strcmp(name, "predict") != 0) {
+        return fail_at(r, field, "score", "must be \"fast\", \"predict\" or \"reconstruct\"");
     }
     return DT_OK;
 }
@@ -279,6 +319,8 @@ static dt_status read_field(const reader *r, int32_t field, const char *name, co
         return read_score(r, field, value);
     case LANES:
         return read_lanes(r, field, value, request);
+    case WEIGHTS:
+        return read_weights(r, field, value, request);
     default:
         break;
     }
@@ -288,8 +330,8 @@ static dt_status read_field(const reader *r, int32_t field, const char *name, co
     }
     return fail_at(
         r, field, name,
-        "is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, recent_window, memory_slots, score "
-        "and lanes");
+        "is not a field; the fields are policy, max_cache_size, min_cache_size, sink_tokens, recent_window, memory_slots, score, "
+        "lanes and weights");
 }
 
 /* What the fields of one key say together. at: their numbers, -1 = not given. */
@@ -310,6 +352,10 @@ static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], cons
     }
     if (at[SCORE] >= 0 && request->policy->score_name == NULL) {
         warn_at(r, at[SCORE], "policy %s has no choice of scores, so score has no effect", request->policy->name);
+    }
+    if (request->policy->needs_weights && at[WEIGHTS] < 0) {
+        return fail_at(r, at[SCORE], field_names[SCORE],
+                       "predict needs the model's \"weights\"; ./deeptutor-eval calibrate writes a file that has them");
     }
     if (at[MAX_SIZE] < 0 && at[LANES] < 0) {
         return fail_at(r, -1, NULL, "\"max_cache_size\" is missing; policy %s needs it, for example \"max_cache_size\": 4096",
@@ -403,14 +449,12 @@ static dt_status read_key(reader *r, const char *key) {
     return DT_OK;
 }
 
-/* A request with nothing given. In a budget shared by all, `average` tokens a layer, a lane has no bound but what is pinned, and
- * that is a small part of the average. */
+/* A request with nothing given. In a budget shared by all, `average` tokens a layer, a lane has no bound but what is pinned. */
 static dt_eviction_request shared_request(int32_t average) {
     const dt_eviction_request own = {.max_cache_size = -1, .min_cache_size = -1, .sink_tokens = -1, .recent_window = -1};
-    return average <= 0
-               ? own
-               : (dt_eviction_request){
-                     .max_cache_size = INT32_MAX, .min_cache_size = 0, .sink_tokens = -1, .recent_window = DT_MIN(64, average / 8)};
+    const dt_eviction_request shared = {
+        .max_cache_size = INT32_MAX, .min_cache_size = 0, .sink_tokens = -1, .recent_window = -1, .shared_average = average};
+    return average <= 0 ? own : shared;
 }
 
 static dt_status read_entry(reader *r, const char *key, json_t *value) {
@@ -440,9 +484,6 @@ static dt_status read_entry(reader *r, const char *key, json_t *value) {
         request.policy = dt_policy_find(request.policy->name, json_string_value(json_object_get(value, field_names[SCORE])));
     }
     if (r->eviction->total_cache_size > 0) {
-        if (at[RECENT] < 0 && request.policy != NULL) {
-            request.recent_window = DT_MIN(request.recent_window, dt_eviction_smallest_lane(&request) / 4);
-        }
         at[MAX_SIZE] = at[MAX_SIZE] < 0 && at[LANES] < 0 ? 0 : at[MAX_SIZE]; /* not given: no bound */
     }
     status = check_request(r, at, &request);
@@ -632,7 +673,7 @@ dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_evictio
     if (file == NULL || ferror(file)) {
         status = dt_fail(error, DT_ERR_IO, "%s: the eviction config can't be read: %s", shown_path(path), strerror(errno));
     } else if (n_bytes > MAX_FILE_BYTES) {
-        status = dt_fail(error, DT_ERR_CONFIG, "%s: larger than 1 MiB, so hardly an eviction config", shown_path(path));
+        status = dt_fail(error, DT_ERR_CONFIG, "%s: larger than 4 MiB, so hardly an eviction config", shown_path(path));
     } else {
         status = dt_eviction_config_text(n_layers, path, text, n_bytes, out, error);
     }

@@ -137,6 +137,7 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
     for (int32_t i = 0; eviction && i < n_layers; i++) {
         budgets[i] = *dt_eviction_budget(eviction, i);
     }
+    s->weights = dt_score_weights_share(eviction ? eviction->weights : NULL);
     s->params.eviction = NULL; /* the caller may free it after this */
     drop_slots_elsewhere(s, budgets);
     dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
@@ -147,6 +148,16 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
         status = dt_kv_set_budgets(s->kv, budgets, total, error);
         find_headroom(s, budgets);
         dt_session_set_limit(s);
+    }
+    for (int32_t i = 0; i < n_layers && status == DT_OK; i++) {
+        const bool predicts = budgets[i].policy != NULL && budgets[i].policy->needs_weights;
+        if (predicts && dt_kv_layer(s->kv, i)->format.elsewhere) {
+            status = dt_fail(
+                error, DT_ERR_UNSUPPORTED,
+                "score predict reads keys and values, and those of layer %d are not in the CPU's memory; keep the layers on "
+                "the CPU, or take score fast or reconstruct",
+                i);
+        }
     }
     free(budgets);
     return status;
@@ -216,6 +227,7 @@ void dt_session_free(dt_session *session) {
     if (session->kv_memory && atomic_fetch_sub(&session->kv_memory->references, 1) == 1) {
         free(session->kv_memory);
     }
+    dt_score_weights_free(session->weights);
     if (session->group && session->group->is_private) {
         dt_group_free(session->group);
     } else if (session->group) {
@@ -299,12 +311,21 @@ dt_status dt_session_set_logits(dt_session *s, const float *logits, dt_error *er
 
 /* ---- reconstruction ---- */
 
-/* Layers whose peaks a round is about to need. */
+/* A round is about to need peaks. */
+static bool peaks_are_due(const dt_session *s) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any = any || (dt_kv_layer_needs_peak(s->kv, i) && (s->params.evict == DT_EVICT_HELD || dt_kv_exceeds(s->kv, i, 0)));
+    }
+    return any;
+}
+
+/* Chooses the layers whose peaks come from repetition. */
 static bool choose_repeated(dt_session *s) {
     bool any = false;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i);
-        any = any || (s->observe_layer[i] && (s->params.evict == DT_EVICT_HELD || dt_kv_exceeds(s->kv, i, 0)));
+        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i) && !dt_kv_layer(s->kv, i)->budget.policy->needs_weights;
+        any = any || s->observe_layer[i];
     }
     return any;
 }
@@ -370,6 +391,46 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
     return status;
 }
 
+/* ---- prediction ---- */
+
+dt_predict_shape dt_session_predict_shape(const dt_model *model) {
+    const dt_hparams *hp = &model->decoder->hp;
+    return (dt_predict_shape){
+        .dim_k = hp->head_dim_k, .dim_v = hp->head_dim_v, .split = hp->arch->rope_style == DT_ROPE_NEOX ? hp->rope_dim : 0};
+}
+
+/* The peaks of what was read since the last time, in the layers that foretell them. */
+static void predict_peaks(dt_session *s) {
+    const dt_predict_shape shape = dt_session_predict_shape(s->model);
+    float key[DT_MAX_HEAD_DIM], value[DT_MAX_HEAD_DIM], features[2 * DT_MAX_HEAD_DIM];
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        const dt_budget *budget = &dt_kv_layer(s->kv, i)->budget;
+        const bool foretells = dt_kv_layer_needs_peak(s->kv, i) && budget->policy->needs_weights;
+        for (int32_t lane = 0; foretells && lane < s->model->info.n_kv_heads[i]; lane++) {
+            const dt_budget own = dt_budget_of_lane(budget, lane);
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            for (int32_t j = view.n_entries - (s->n_tokens - s->peaks_until); j < view.n_entries; j++) {
+                dt_kv_get_entry(s->kv, i, lane, j, key, value);
+                dt_predict_features(&shape, key, value, features);
+                view.peak_mass[j] = dt_predict_peak(&shape, own.weights, features);
+            }
+        }
+    }
+}
+
+static dt_status make_peaks(dt_session *s, dt_error *error) {
+    if (!peaks_are_due(s)) {
+        return DT_OK;
+    }
+    predict_peaks(s);
+    if (choose_repeated(s)) {
+        return reconstruct(s, error);
+    }
+    s->peaks_until = s->n_tokens;
+    return DT_OK;
+}
+
 static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
 
 /* Where a cache is elsewhere, attention is told once, before a round: by the newest queries since the last one. */
@@ -404,9 +465,10 @@ void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
     s->query_weights[position % DT_OBSERVE_WINDOW] = weight;
 }
 
+/* What is due: peaks where scores come from them, then a round. */
 dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
-    dt_status status = choose_repeated(s) ? reconstruct(s, error) : DT_OK;
+    dt_status status = make_peaks(s, error);
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         status = observe_elsewhere(s, error);
     }

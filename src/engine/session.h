@@ -5,6 +5,7 @@
 #define DT_ENGINE_SESSION_H
 
 #include "engine/group.h"
+#include "engine/eviction_config.h"
 
 /* Tokens that reconstruct repeats at a time, at most. */
 #define DT_REPEAT_CHUNK 512
@@ -39,7 +40,7 @@ struct dt_session {
     bool streams;        /* the text that is being read is evicted from chunk by chunk */
     int32_t whole_from;  /* a rewind to at least this position is possible */
     bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
-    int32_t peaks_until; /* tokens before that have been repeated (reconstruct) */
+    int32_t peaks_until; /* tokens before that have been repeated (reconstruct), or foretold (predict) */
     const float *logits; /* after the last token; NULL when not computed */
     float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
     dt_snapshot snapshots[DT_MAX_SNAPSHOTS]; /* [n_snapshots], oldest and shortest first */
@@ -47,7 +48,8 @@ struct dt_session {
     uint64_t kv_most; /* what the cache was said to take at most */
     void *note;       /* the application's, saved with the session */
     size_t note_bytes;
-    bool *observe_layer; /* [L] */
+    dt_score_weights *weights; /* that the budgets refer to, or NULL */
+    bool *observe_layer;       /* [L] */
     float query_weights
         [DT_OBSERVE_WINDOW];   /* of the last queries, by position, for caches that are elsewhere; 1 for what is unknown */
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
@@ -78,6 +80,8 @@ dt_status dt_session_begin_reading(dt_session *session, int64_t n, dt_error *err
 dt_status dt_session_slide(dt_session *session, dt_error *error);
 /* Makes room for n more positions in the context, where the conversation may pass it: what was kept moves together. */
 dt_status dt_session_close_up(dt_session *session, int64_t n, dt_error *error);
+/* How the keys and values of a layer look to score predict. */
+dt_predict_shape dt_session_predict_shape(const dt_model *model);
 /* Room for n_more tokens behind the ones there are. */
 dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
 /* DT_ERR_LIMIT when n_more tokens would not fit into the context. */

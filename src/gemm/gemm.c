@@ -4,6 +4,8 @@
  */
 #include "gemm/gemm_kernel.h"
 
+#include "base/amx.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -284,12 +286,16 @@ static void group_tokens(dt_gemm_format f, const uint8_t *group, int32_t n_block
     }
 }
 
-DT_GEMM_DEFINE_KERNEL
+DT_GEMM_DEFINE_GROUPS
+DT_GEMM_DEFINE_KERNEL(DT_GEMM_CHUNKS)
 
-static const dt_gemm_kernel reference = {"reference", supported, pack_inputs, multiply};
+static const dt_gemm_kernel reference = {"reference", false, supported, pack_inputs, multiply};
 
 /* ---- choice ---- */
 
+#if defined(DT_HAVE_AVX512) && defined(DT_HAVE_AMX)
+extern const dt_gemm_kernel dt_gemm_amx;
+#endif
 #if defined(DT_HAVE_AVX512)
 extern const dt_gemm_kernel dt_gemm_avx512_vnni;
 #endif
@@ -299,6 +305,9 @@ extern const dt_gemm_kernel dt_gemm_avx2;
 
 /* Fastest first, the reference last. */
 static const dt_gemm_kernel *const kernels[] = {
+#if defined(DT_HAVE_AVX512) && defined(DT_HAVE_AMX)
+    &dt_gemm_amx,
+#endif
 #if defined(DT_HAVE_AVX512)
     &dt_gemm_avx512_vnni,
 #endif

@@ -227,6 +227,7 @@ INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n
     }
 }
 
-DT_GEMM_DEFINE_KERNEL
+DT_GEMM_DEFINE_GROUPS
+DT_GEMM_DEFINE_KERNEL(DT_GEMM_CHUNKS)
 
-const dt_gemm_kernel dt_gemm_avx2 = {"avx2", supported, pack_inputs, multiply};
+const dt_gemm_kernel dt_gemm_avx2 = {"avx2", false, supported, pack_inputs, multiply};

@@ -84,7 +84,7 @@ static inline void dt_gemm_put_scale(void *block, int32_t tile, int32_t t, float
 
 /* The rows of a product are as many ranges as there are threads, up to this. */
 #define DT_GEMM_RANGES 16
-#define DT_GEMM_CHUNKS 32 /* about, of a range: what is given out at once */
+#define DT_GEMM_CHUNKS 32 /* of a range, with kernels for which a group is as good as many */
 /* How many chunks of a range were given out; 0 between products. A cache line each. */
 typedef struct dt_gemm_counter {
     atomic_int taken;
@@ -119,42 +119,53 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const floa
     }
 }
 
-/* One group of rows times all tokens. */
-typedef void (*dt_gemm_group_fn)(const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens, float *y,
-                                 size_t stride);
+/* Groups of rows, one after the other in memory, times all tokens. */
+typedef void (*dt_gemm_groups_fn)(const uint8_t *groups, int32_t n_groups, int32_t n_blocks, const char *inputs, int32_t n_tokens,
+                                  float *y, size_t stride);
 
-/* multiply for a kernel's group function. A thread reads the weights of its range from end to end, and then helps with what is left of
- * the others': cores differ in speed, and in what else they have to do. The last thread to find nothing left in a range resets it. */
-static inline void dt_gemm_multiply_groups(dt_gemm_group_fn group_fn, const dt_gemm_matrix *w, void *packed, int32_t n_tokens,
-                                           float *y, size_t stride, int32_t ith, int32_t nth) {
+/* multiply for a kernel's groups function. A thread reads the weights of its range from end to end, and then helps with what is left of
+ * the others': cores differ in speed, and in what else they have to do. The last thread to find nothing left in a range resets it.
+ * n_chunks: about, of a range; a chunk is what is given out at once. */
+static inline void dt_gemm_multiply_groups(dt_gemm_groups_fn groups_fn, int64_t n_chunks, const dt_gemm_matrix *w, void *packed,
+                                           int32_t n_tokens, float *y, size_t stride, int32_t ith, int32_t nth) {
     const size_t group_bytes = dt_gemm_group_bytes(dt_gemm_formats[w->type], w->n_in);
     const int64_t n_groups = w->n_out / DT_GEMM_ROWS, n_ranges = DT_MIN(nth, DT_GEMM_RANGES);
-    const int64_t chunk = DT_MAX(1, n_groups / (n_ranges * DT_GEMM_CHUNKS));
+    const int64_t chunk = DT_MAX(1, n_groups / (n_ranges * n_chunks));
     for (int64_t i = 0; i < n_ranges; i++) {
         const int64_t range = (ith + i) % n_ranges, begin = n_groups * range / n_ranges, end = n_groups * (range + 1) / n_ranges;
-        const int64_t n_chunks = (end - begin + chunk - 1) / chunk;
+        const int64_t n_here = (end - begin + chunk - 1) / chunk;
         atomic_int *taken = &((dt_gemm_counter *)packed)[range].taken;
         int64_t at;
-        while ((at = atomic_fetch_add(taken, 1)) < n_chunks) {
-            for (int64_t g = begin + at * chunk; g < DT_MIN(begin + (at + 1) * chunk, end); g++) {
-                group_fn((const uint8_t *)w->packed + (size_t)g * group_bytes, w->n_in / DT_GEMM_BLOCK,
-                         (const char *)packed + DT_GEMM_COUNTER_BYTES, n_tokens, y + g * DT_GEMM_ROWS, stride);
-            }
+        while ((at = atomic_fetch_add(taken, 1)) < n_here) {
+            const int64_t g = begin + at * chunk;
+            groups_fn((const uint8_t *)w->packed + (size_t)g * group_bytes, (int32_t)DT_MIN(chunk, end - g),
+                      w->n_in / DT_GEMM_BLOCK, (const char *)packed + DT_GEMM_COUNTER_BYTES, n_tokens, y + g * DT_GEMM_ROWS,
+                      stride);
         }
-        if (at == n_chunks + nth - 1) {
+        if (at == n_here + nth - 1) {
             atomic_store(taken, 0);
         }
     }
 }
 
-/* Defines pack_inputs and multiply of a kernel from its pack_block and its group_tokens(format, ...), which is compiled for every type. */
+/* Defines groups_tokens(format, ...), which is compiled for every type, from a kernel's group_tokens for one group. */
+#define DT_GEMM_DEFINE_GROUPS                                                                                                      \
+    static inline __attribute__((always_inline)) void groups_tokens(const dt_gemm_format f, const uint8_t *groups,                 \
+                                                                    int32_t n_groups, int32_t n_blocks, const char *inputs,        \
+                                                                    int32_t n_tokens, float *y, size_t stride) {                   \
+        for (int32_t g = 0; g < n_groups; g++, groups += dt_gemm_group_bytes(f, n_blocks * DT_GEMM_BLOCK)) {                       \
+            group_tokens(f, groups, n_blocks, inputs, n_tokens, y + g * DT_GEMM_ROWS, stride);                                     \
+        }                                                                                                                          \
+    }
+
+/* Defines pack_inputs and multiply of a kernel from its pack_block and its groups_tokens. */
 #define DT_GEMM_GROUPS(name)                                                                                                       \
-    static void groups_##name(const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens, float *y,              \
-                              size_t stride) {                                                                                     \
-        group_tokens(dt_gemm_formats[DT_GEMM_##name], group, n_blocks, inputs, n_tokens, y, stride);                               \
+    static void groups_##name(const uint8_t *groups, int32_t n_groups, int32_t n_blocks, const char *inputs, int32_t n_tokens,     \
+                              float *y, size_t stride) {                                                                           \
+        groups_tokens(dt_gemm_formats[DT_GEMM_##name], groups, n_groups, n_blocks, inputs, n_tokens, y, stride);                   \
     }
 #define DT_GEMM_GROUPS_ENTRY(name) groups_##name,
-#define DT_GEMM_DEFINE_KERNEL                                                                                                      \
+#define DT_GEMM_DEFINE_KERNEL(n_chunks)                                                                                            \
     DT_GEMM_TYPES(DT_GEMM_GROUPS)                                                                                                  \
     static void pack_inputs(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith,              \
                             int32_t nth) {                                                                                         \
@@ -162,8 +173,8 @@ static inline void dt_gemm_multiply_groups(dt_gemm_group_fn group_fn, const dt_g
     }                                                                                                                              \
     static void multiply(const dt_gemm_matrix *w, void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith,            \
                          int32_t nth) {                                                                                            \
-        static const dt_gemm_group_fn by_type[] = {DT_GEMM_TYPES(DT_GEMM_GROUPS_ENTRY)};                                           \
-        dt_gemm_multiply_groups(by_type[w->type], w, packed, n_tokens, y, stride, ith, nth);                                       \
+        static const dt_gemm_groups_fn by_type[] = {DT_GEMM_TYPES(DT_GEMM_GROUPS_ENTRY)};                                          \
+        dt_gemm_multiply_groups(by_type[w->type], n_chunks, w, packed, n_tokens, y, stride, ith, nth);                             \
     }
 
 #endif

@@ -27,7 +27,7 @@ static void *block_new(dt_kv *kv, const dt_kv_layer_state *layer) {
         block = kv->spare;
         kv->spare = NULL;
     } else {
-        char *memory = dt_memory_alloc_zero(kv->memory, block_bytes(layer));
+        char *memory = dt_memory_alloc_block(kv->memory, block_bytes(layer));
         block = memory == NULL ? NULL : memory + sizeof(dt_kv_block_head);
     }
     if (block != NULL) {
@@ -44,13 +44,13 @@ static void block_release(dt_kv *kv, const dt_kv_layer_state *layer, void *block
         kv->spare = block;
         kv->spare_layer = (int32_t)(layer - kv->layers);
     } else {
-        dt_memory_free(kv->memory, dt_kv_head(block), block_bytes(layer));
+        dt_memory_free_block(kv->memory, dt_kv_head(block), block_bytes(layer));
     }
 }
 
 static void spare_free(dt_kv *kv) {
     if (kv->spare != NULL) {
-        dt_memory_free(kv->memory, dt_kv_head(kv->spare), block_bytes(&kv->layers[kv->spare_layer]));
+        dt_memory_free_block(kv->memory, dt_kv_head(kv->spare), block_bytes(&kv->layers[kv->spare_layer]));
         kv->spare = NULL;
     }
 }

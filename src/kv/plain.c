@@ -144,6 +144,27 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
     return true;
 }
 
+/* An entry's value row in floats. */
+static void get_value(const dt_kv_format *f, void *block, int32_t entry, float *out) {
+    const char *row = in_block(f, block, DT_KV_VALUES, entry);
+    for (int32_t d = 0; d < f->dim_v; d++) {
+        out[d] = f->type_v == DT_KV_F16 ? dt_f16_to_f32(((const uint16_t *)(const void *)row)[d])
+                                        : dt_kv_v_scale(f, block)[entry] * (float)((const int8_t *)row)[d];
+    }
+}
+
+void dt_kv_get_entry(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t entry, float *key, float *value) {
+    const dt_kv_format *f = &kv->layers[layer].params.format;
+    void *block = kv->layers[layer].lanes[lane_index].spans[entry / f->block_tokens].block;
+    const int32_t i = entry % f->block_tokens;
+    for (int32_t d = 0; d < f->dim_k; d++) {
+        const char *from = (const char *)block + dt_kv_key_offset(f, i, d);
+        key[d] = f->type_k == DT_KV_F16 ? dt_f16_to_f32(*(const uint16_t *)(const void *)from)
+                                        : dt_kv_k_scale(f, block)[i] * (float)(*(const uint8_t *)from - 128);
+    }
+    get_value(f, block, i, value);
+}
+
 bool dt_kv_has_plain(const dt_kv *kv) {
     bool has_plain = true;
     for (int32_t i = 0; i < kv->n_layers; i++) {

@@ -26,7 +26,7 @@ size_t dt_kv_round_bytes(const dt_kv_layer_params *params, int32_t n) { return c
 
 /* The lane as its policy sees it; positions is filled. */
 static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t *positions) {
-    const dt_budget *budget = &kv->layers[layer].params.budget;
+    const dt_budget own = dt_budget_of_lane(&kv->layers[layer].params.budget, lane), *budget = &own;
     dt_kv_lane_view view;
     dt_kv_lane(kv, layer, lane, &view);
     dt_kv_positions(kv, layer, lane, positions);
@@ -38,6 +38,7 @@ static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, i
         .total_mass = view.total_mass,
         .value_norm = view.value_norm,
         .peak_mass = view.peak_mass,
+        .weights = budget->weights,
         .next_position = next_position,
         .sink_tokens = budget->sink_tokens,
         .recent_window = budget->recent_window,

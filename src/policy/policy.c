@@ -10,7 +10,8 @@
 #include <math.h>
 #include <string.h>
 
-static const dt_policy *const policies[] = {&dt_policy_local_window, &dt_policy_importance_score, &dt_policy_reconstruct};
+static const dt_policy *const policies[] = {&dt_policy_local_window, &dt_policy_importance_score, &dt_policy_reconstruct,
+                                            &dt_policy_predict};
 
 const dt_policy *const *dt_policies(int32_t *n) {
     *n = (int32_t)(sizeof policies / sizeof policies[0]);

@@ -21,13 +21,17 @@ typedef struct dt_budget {
     const int32_t
         *lane_max;        /* [lanes of the layer] where lanes differ, at most max_cache_size each; NULL: max_cache_size for all */
     int32_t memory_slots; /* entries beside max_cache_size that stand for what was evicted (memory_slots.h); 0 = none */
+    const float
+        *weights; /* [lanes of the layer][n_weights] of a policy that needs_weights, else NULL; whoever gave them keeps them */
+    int32_t n_weights;
 } dt_budget;
 
-/* The budget of one lane: its own maximum in place of the layer's. */
+/* The budget of one lane: its own maximum and weights in place of the layer's. */
 static inline dt_budget dt_budget_of_lane(const dt_budget *budget, int32_t lane) {
     dt_budget own = *budget;
     own.max_cache_size = budget->lane_max != NULL ? budget->lane_max[lane] : budget->max_cache_size;
     own.lane_max = NULL;
+    own.weights = budget->weights != NULL ? budget->weights + (size_t)lane * (size_t)budget->n_weights : NULL;
     return own;
 }
 /* Tokens a lane is left with after a round, which begins when it has more than max: max(min_cache_size, max - max/16). Where that
@@ -46,7 +50,9 @@ typedef struct dt_lane_view {
     const float *recent_mass; /* attention mass per query, a running mean over about the last DT_OBSERVE_WINDOW of them */
     const float *total_mass;  /* the same over many more: DT_TOTAL_HALF_LIFE */
     const float *value_norm;
-    const float *peak_mass; /* largest probability that any query gave it while the text was repeated; NULL without needs_peak */
+    const float *peak_mass; /* largest probability that any query gave it while the text was repeated, or a prediction of that;
+                               NULL without needs_peak */
+    const float *weights;   /* the lane's, NULL without needs_weights */
     int32_t next_position;  /* that of the next token: the newest kept one is next_position - 1 */
     int32_t sink_tokens, recent_window;
 } dt_lane_view;
@@ -64,6 +70,7 @@ struct dt_policy {
     bool needs_mass;        /* wants attention mass and value norms collected */
     float recent_share;     /* of what a lane of fixed size keeps, this share is the newest, whatever their scores */
     bool needs_peak;        /* wants the text repeated before a round, and peak_mass from that */
+    bool needs_weights;     /* wants peak_mass from dt_predict_peak instead, and the weights for it */
     /* out[n]. Reads nothing but the view. NaN counts as the lowest score. */
     void (*score)(const dt_lane_view *view, float *out);
 };
@@ -86,7 +93,28 @@ size_t dt_policy_scratch_bytes(int32_t n);
  * Returns how many. */
 int32_t dt_policy_choose(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep, int32_t *victims, void *scratch);
 
+/* ---- predict.c: a token's peak, foretold from its key and value ---- */
+
+/* What an entry looks like. Keys are rotated in pairs: of the first `split` dimensions i goes with i + split/2, of the others (all,
+ * where split is 0) 2i with 2i + 1. */
+typedef struct dt_predict_shape {
+    int32_t dim_k, dim_v, split;
+} dt_predict_shape;
+
+/* A lane's weights: these two, then one per feature. */
+enum { DT_PREDICT_BIAS, DT_PREDICT_DECAY, DT_PREDICT_FEATURES };
+static inline int32_t dt_predict_n_features(const dt_predict_shape *shape) { return shape->dim_k / 2 + shape->dim_v; }
+static inline int32_t dt_predict_n_weights(const dt_predict_shape *shape) {
+    return DT_PREDICT_FEATURES + dt_predict_n_features(shape);
+}
+/* key[dim_k] as rotated, value[dim_v] -> out[n_features]. */
+void dt_predict_features(const dt_predict_shape *shape, const float *key, const float *value, float *out);
+/* What the weight DT_PREDICT_DECAY multiplies, for a token that lies `distance` >= 1 tokens back. */
+float dt_predict_decay_feature(int64_t distance);
+/* The peak of an entry with these features, but for the decay with distance. */
+float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const float *features);
+
 /* The policies, one file each; use dt_policy_find. */
-extern const dt_policy dt_policy_local_window, dt_policy_importance_score, dt_policy_reconstruct;
+extern const dt_policy dt_policy_local_window, dt_policy_importance_score, dt_policy_reconstruct, dt_policy_predict;
 
 #endif

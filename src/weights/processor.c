@@ -3,7 +3,7 @@
  * with SIGILL on its first matrix product; so before anything of ggml-cpu runs, the instruction sets that its flags allowed are
  * looked up.
  *
- * AMX is left out: it has a probe of its own (amx_probe.c) and ggml works without it.
+ * AMX is left out: it has a probe of its own (base/amx.c) and ggml works without it.
  */
 #include "weights/processor.h"
 #include "weights/weights.h"

@@ -10,6 +10,7 @@
  * (ggml may abort on a failed allocation).
  */
 #define _GNU_SOURCE /* madvise */
+#include "base/amx.h"
 #include "weights/ggml_calls.h"
 #include "weights/gguf_file.h"
 
@@ -17,6 +18,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -241,7 +243,7 @@ static bool can_pack(const loader *l, const dt_weight_request *request, const dt
            dt_gemm_can_pack((dt_gemm_type)packed_type(t->type), t->ne[0], t->ne[1]);
 }
 
-/* On the CPU AMX first, then our layout, then what else ggml has, in its order. */
+/* On the CPU our layout, unless ggml has AMX where our kernel has not; then what else ggml has, in its order. */
 static int32_t choose_home(const loader *l, const dt_weight_request *request, const dt_gguf_tensor *t) {
     if (request->device) {
         return device_home(l->weights, request, t);
@@ -252,7 +254,7 @@ static int32_t choose_home(const loader *l, const dt_weight_request *request, co
             best = layout_takes(l->device, l->weights->homes[h].type, request, t) ? h : -1;
         }
         const bool is_amx = best >= 0 && strcmp(ggml_backend_buft_name(l->weights->homes[best].type), "AMX") == 0;
-        if (!is_amx && can_pack(l, request, t)) {
+        if (can_pack(l, request, t) && (!is_amx || dt_gemm_kernel_auto()->has_amx)) {
             return HOME_PACKED;
         }
         if (best >= 0) {
@@ -441,16 +443,17 @@ static void close_files(dt_weights *w) {
     }
 }
 
-static dt_status read_tensor(const loader *l, const dt_gguf_tensor *t, void *out) {
+/* n_bytes of a tensor from byte `at` on. */
+static dt_status read_bytes(const loader *l, const dt_gguf_tensor *t, uint64_t at, uint64_t n_bytes, void *out, dt_error *error) {
     uint64_t done = 0;
-    while (done < t->bytes) {
+    while (done < n_bytes) {
         const ssize_t n = pread(l->weights->parts[t->part].file, (char *)out + done,
-                                (size_t)DT_MIN(t->bytes - done, (uint64_t)1 << 30), (off_t)(t->offset + done));
+                                (size_t)DT_MIN(n_bytes - done, (uint64_t)1 << 30), (off_t)(t->offset + at + done));
         if (n < 0 && errno == EINTR) {
             continue;
         }
         if (n <= 0) {
-            return dt_fail(l->error, DT_ERR_IO, "cannot read tensor '%s' of %s: %s", t->name, part_path(l, t),
+            return dt_fail(error, DT_ERR_IO, "cannot read tensor '%s' of %s: %s", t->name, part_path(l, t),
                            n < 0 ? strerror(errno) : "the file became shorter");
         }
         done += (uint64_t)n;
@@ -564,15 +567,7 @@ static void convert_to_f32(const dt_gguf_tensor *t, const void *data, float *out
     }
 }
 
-static void pack_matrix(const dt_gguf_tensor *t, const void *data, void *packed) {
-    const dt_gemm_matrix m = packed_matrix(t);
-    const size_t row_bytes = dt_gemm_row_bytes(m.type, m.n_in);
-    for (int32_t row = 0; row < m.n_out; row += DT_GEMM_ROWS) {
-        dt_gemm_pack_rows(&m, packed, row, (const char *)data + (size_t)row * row_bytes);
-    }
-}
-
-/* Copies one tensor into its buffer, packed or converted where that differs from the file. */
+/* Copies one tensor into its buffer, converted where that differs from the file. */
 static dt_status fill(const loader *l, const placement *p) {
     const dt_gguf_tensor *t = p->source;
     const open_part *part = &l->weights->parts[t->part];
@@ -582,23 +577,21 @@ static dt_status fill(const loader *l, const placement *p) {
     void *staging = NULL;
     const void *data = part->mapping ? part->mapping + t->offset : NULL;
     if (!data && p->home == HOME_PLAIN && !is_converted) {
-        return read_tensor(l, t, p->tensor->data);
+        return read_bytes(l, t, 0, t->bytes, p->tensor->data, l->error);
     }
     if (!data) {
         staging = malloc((size_t)t->bytes);
         if (!staging) {
             return dt_fail_memory(l->error, (size_t)t->bytes, "reading a tensor");
         }
-        const dt_status status = read_tensor(l, t, staging);
+        const dt_status status = read_bytes(l, t, 0, t->bytes, staging, l->error);
         if (status) {
             free(staging);
             return status;
         }
         data = staging;
     }
-    if (p->home == HOME_PACKED) {
-        pack_matrix(t, data, p->tensor->data);
-    } else if (is_converted && is_device) {
+    if (is_converted && is_device) {
         float *converted = malloc(ggml_nbytes(p->tensor));
         if (!converted) {
             free(staging);
@@ -620,6 +613,126 @@ static dt_status fill(const loader *l, const placement *p) {
                   : dt_fail(l->error, DT_ERR_COMPUTE, "the device did not take tensor '%s' of %s", t->name, part_path(l, t));
 }
 
+/* ---- packing ------------------------------------------------------------------------------------ */
+
+#define PACK_ROWS 64 /* read and packed at once; a multiple of DT_GEMM_ROWS */
+#define MAX_PACK_THREADS 64
+
+/* Work that threads share: placements one after the other, of each PACK_ROWS rows at a time. */
+typedef struct packing {
+    const loader *l;
+    pthread_mutex_t mutex;
+    int32_t placement, row; /* what is taken next */
+    int32_t *rows_left;     /* [n_placements] of those not yet packed */
+    dt_status status;       /* the first failure, which ends all */
+    dt_error error;
+} packing;
+
+typedef struct packing_range {
+    int32_t placement, row, n;
+} packing_range;
+
+static bool take_range(packing *work, packing_range *range) {
+    const dt_weights *w = work->l->weights;
+    pthread_mutex_lock(&work->mutex);
+    while (work->placement < w->n_placements && (w->placements[work->placement].home != HOME_PACKED ||
+                                                 work->row >= (int32_t)w->placements[work->placement].source->ne[1])) {
+        work->placement++;
+        work->row = 0;
+    }
+    const bool is_taken = work->placement < w->n_placements && work->status == DT_OK;
+    if (is_taken) {
+        const int32_t left = (int32_t)w->placements[work->placement].source->ne[1] - work->row;
+        *range = (packing_range){work->placement, work->row, DT_MIN(PACK_ROWS, left)};
+        work->row += range->n;
+    }
+    pthread_mutex_unlock(&work->mutex);
+    return is_taken;
+}
+
+/* Where a placement was packed to its end, its pages of the mapping are dropped. */
+static void end_range(packing *work, const packing_range *range, dt_status status, const dt_error *error) {
+    const placement *p = &work->l->weights->placements[range->placement];
+    const open_part *part = &work->l->weights->parts[p->source->part];
+    pthread_mutex_lock(&work->mutex);
+    if (status != DT_OK && work->status == DT_OK) {
+        work->status = status;
+        work->error = *error;
+    }
+    work->rows_left[range->placement] -= range->n;
+    const bool is_done = work->rows_left[range->placement] == 0;
+    pthread_mutex_unlock(&work->mutex);
+    if (is_done && part->mapping) {
+        drop_pages(part, p->source);
+    }
+}
+
+static dt_status pack_range(const loader *l, const packing_range *range, void **staging, dt_error *error) {
+    const placement *p = &l->weights->placements[range->placement];
+    const dt_gguf_tensor *t = p->source;
+    const open_part *part = &l->weights->parts[t->part];
+    const dt_gemm_matrix m = packed_matrix(t);
+    const size_t row_bytes = dt_gemm_row_bytes(m.type, m.n_in), at = (size_t)range->row * row_bytes;
+    const char *rows = part->mapping ? (const char *)part->mapping + t->offset + at : NULL;
+    if (!rows) {
+        free(*staging);
+        *staging = malloc((size_t)range->n * row_bytes);
+        if (!*staging) {
+            return dt_fail_memory(error, (size_t)range->n * row_bytes, "reading a tensor");
+        }
+        const dt_status status = read_bytes(l, t, at, (size_t)range->n * row_bytes, *staging, error);
+        if (status) {
+            return status;
+        }
+        rows = *staging;
+    }
+    for (int32_t r = 0; r < range->n; r += DT_GEMM_ROWS) {
+        dt_gemm_pack_rows(&m, p->tensor->data, range->row + r, rows + (size_t)r * row_bytes);
+    }
+    return DT_OK;
+}
+
+static void *pack_ranges(void *user) {
+    packing *work = user;
+    packing_range range;
+    void *staging = NULL;
+    while (take_range(work, &range)) {
+        dt_error error = {0};
+        end_range(work, &range, pack_range(work->l, &range, &staging, &error), &error);
+    }
+    free(staging);
+    return NULL;
+}
+
+/* Packs all that goes into our own layout, on all cores; a thread that cannot be started is one less. */
+static dt_status pack_all(loader *l) {
+    const dt_weights *w = l->weights;
+    packing work = {.l = l, .rows_left = calloc((size_t)DT_MAX(w->n_placements, 1), sizeof *work.rows_left)};
+    if (!work.rows_left) {
+        return dt_fail_memory(l->error, (size_t)w->n_placements * sizeof *work.rows_left, "the table of weights");
+    }
+    for (int32_t i = 0; i < w->n_placements; i++) {
+        work.rows_left[i] = (int32_t)w->placements[i].source->ne[1];
+    }
+    pthread_t threads[MAX_PACK_THREADS];
+    const int32_t n_wanted = w->homes[HOME_PACKED].bytes > 0 ? DT_MIN(dt_physical_cores(), MAX_PACK_THREADS) - 1 : 0;
+    int32_t n_threads = 0;
+    pthread_mutex_init(&work.mutex, NULL);
+    while (n_threads < n_wanted && pthread_create(&threads[n_threads], NULL, pack_ranges, &work) == 0) {
+        n_threads++;
+    }
+    pack_ranges(&work);
+    for (int32_t i = 0; i < n_threads; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    pthread_mutex_destroy(&work.mutex);
+    free(work.rows_left);
+    if (work.status != DT_OK && l->error) {
+        *l->error = work.error;
+    }
+    return work.status;
+}
+
 static dt_status fill_homes(loader *l) {
     dt_weights *w = l->weights;
     size_t used[MAX_HOMES] = {0};
@@ -638,12 +751,12 @@ static dt_status fill_homes(loader *l) {
             continue;
         }
         used[p->home] += padded_bytes(where, p->tensor);
-        const dt_status status = fill(l, p);
+        const dt_status status = p->home == HOME_PACKED ? DT_OK : fill(l, p);
         if (status) {
             return status;
         }
     }
-    return DT_OK;
+    return pack_all(l);
 }
 
 /* ---- the public part ---------------------------------------------------------------------------- */

@@ -78,8 +78,5 @@ const char *dt_weights_main_type(const dt_weights *weights); /* the type most ma
 /* DT_ERR_UNSUPPORTED, naming the instruction sets, where ggml was built for some that this processor lacks. To be asked before
  * anything of ggml's CPU backend runs. */
 dt_status dt_check_processor(dt_error *error);
-/* False when the CPU lists AMX but a small probe in a child process failed (kernel or hypervisor refuses it, or the code dies).
- * The answer is kept for the process. True where there is no AMX to refuse. */
-bool dt_amx_usable(void);
 
 #endif

@@ -5,19 +5,12 @@
  *
  * Invariants: nothing that happens to the child reaches the parent (no signal, no core file, no output); the child calls
  * async-signal-safe functions only, since other threads of the parent may hold locks at the fork. The instructions are one asm
- * statement that takes the whole tile table as its operand: gcc 12's _tile_loadconfig names 8 of its 64 bytes as read, and the
- * stores of the others are dropped (GCC PR target/114098).
+ * statement that takes the whole tile table as its operand (amx.h says why).
  */
 #define _GNU_SOURCE /* pipe2, syscall */
-#include "weights/weights.h"
+#include "base/amx.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
-#if __has_include(<amxint8intrin.h>) /* the compiler, and so the assembler, knows AMX */
-#define DT_AMX_PROBE 1
-#endif
-#endif
-
-#ifdef DT_AMX_PROBE
+#if defined(DT_HAVE_AMX)
 
 #include <cpuid.h>
 #include <errno.h>
@@ -33,34 +26,25 @@
 #define DT_ARCH_REQ_XCOMP_PERM 0x1023
 #define DT_XFEATURE_XTILEDATA 18
 
-enum { TILE_ROWS = 16, TILE_BYTES = 64 };
-
-/* Palette 1, as the instruction manual lays it out. */
-typedef struct tile_table {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_table;
-
 typedef struct byte_tile {
-    int8_t at[TILE_ROWS][TILE_BYTES];
+    int8_t at[DT_AMX_ROWS][DT_AMX_ROW_BYTES];
 } byte_tile;
 
 typedef struct sum_tile {
-    int32_t at[TILE_ROWS][TILE_BYTES / 4];
+    int32_t at[DT_AMX_ROWS][DT_AMX_ROW_BYTES / 4];
 } sum_tile;
 
-static bool processor_lists_amx(void) {
+enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
+
+static bool processor_lists(unsigned features) {
     unsigned a, b, c, d;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) {
-        return false;
-    }
-    const unsigned amx_tile = 1u << 24, amx_int8 = 1u << 25;
-    return (d & amx_tile) != 0 && (d & amx_int8) != 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & features) == features;
 }
 
-static void multiply_tiles(const tile_table *table, const byte_tile *a, const byte_tile *b, sum_tile *out) {
-    const int64_t stride = TILE_BYTES;
+static bool ask_for_tiles(void) { return syscall(SYS_arch_prctl, DT_ARCH_REQ_XCOMP_PERM, DT_XFEATURE_XTILEDATA) == 0; }
+
+static void multiply_tiles(const dt_amx_table *table, const byte_tile *a, const byte_tile *b, sum_tile *out) {
+    const int64_t stride = DT_AMX_ROW_BYTES;
     __asm__ volatile("ldtilecfg %[table]\n\t"
                      "tileloadd (%[a],%[stride],1), %%tmm1\n\t"
                      "tileloadd (%[b],%[stride],1), %%tmm2\n\t"
@@ -75,27 +59,27 @@ static void multiply_tiles(const tile_table *table, const byte_tile *a, const by
 
 /* True when the product of two matrices comes out right: out(m, n) = sum over k of a(m, k) * b(k/4, 4n + k%4). */
 static bool tiles_compute(void) {
-    tile_table table;
+    dt_amx_table table;
     byte_tile a, b;
     sum_tile out;
     memset(&table, 0, sizeof table);
     table.palette = 1;
     for (int tile = 0; tile < 3; tile++) {
-        table.row_bytes[tile] = TILE_BYTES;
-        table.rows[tile] = TILE_ROWS;
+        table.row_bytes[tile] = DT_AMX_ROW_BYTES;
+        table.rows[tile] = DT_AMX_ROWS;
     }
-    for (int row = 0; row < TILE_ROWS; row++) {
-        for (int i = 0; i < TILE_BYTES; i++) {
+    for (int row = 0; row < DT_AMX_ROWS; row++) {
+        for (int i = 0; i < DT_AMX_ROW_BYTES; i++) {
             a.at[row][i] = (int8_t)((row * 7 + i * 3) % 23 - 11);
             b.at[row][i] = (int8_t)((row * 5 + i * 11) % 29 - 14);
         }
     }
     memset(&out, 0, sizeof out);
     multiply_tiles(&table, &a, &b, &out);
-    for (int m = 0; m < TILE_ROWS; m++) {
-        for (int n = 0; n < TILE_ROWS; n++) {
+    for (int m = 0; m < DT_AMX_ROWS; m++) {
+        for (int n = 0; n < DT_AMX_ROWS; n++) {
             int32_t expected = 0;
-            for (int k = 0; k < TILE_BYTES; k++) {
+            for (int k = 0; k < DT_AMX_ROW_BYTES; k++) {
                 expected += a.at[m][k] * b.at[k / 4][4 * n + k % 4];
             }
             if (out.at[m][n] != expected) {
@@ -113,7 +97,7 @@ _Noreturn static void run_child(int report) {
     }
     const struct rlimit no_core = {0, 0};
     setrlimit(RLIMIT_CORE, &no_core);
-    if (syscall(SYS_arch_prctl, DT_ARCH_REQ_XCOMP_PERM, DT_XFEATURE_XTILEDATA) == 0 && tiles_compute()) {
+    if (ask_for_tiles() && tiles_compute()) {
         const char usable = 1;
         _exit(write(report, &usable, 1) == 1 ? 0 : 1);
     }
@@ -149,7 +133,7 @@ static pthread_once_t probe_once = PTHREAD_ONCE_INIT;
 static bool probe_result;
 
 static void probe(void) {
-    probe_result = !processor_lists_amx() || child_succeeds();
+    probe_result = !processor_lists(AMX_TILE | AMX_INT8) || child_succeeds();
     if (!probe_result) {
         dt_log(DT_LOG_WARN,
                "AMX: the processor lists it, but a trial in a child process was refused or failed; computing without it");
@@ -161,8 +145,21 @@ bool dt_amx_usable(void) {
     return probe_result;
 }
 
+static pthread_once_t ready_once = PTHREAD_ONCE_INIT;
+static bool ready_result;
+
+static void get_ready(void) {
+    ready_result = processor_lists(AMX_TILE | AMX_INT8 | AMX_BF16) && dt_amx_usable() && ask_for_tiles();
+}
+
+bool dt_amx_ready(void) {
+    pthread_once(&ready_once, get_ready);
+    return ready_result;
+}
+
 #else
 
 bool dt_amx_usable(void) { return true; }
+bool dt_amx_ready(void) { return false; }
 
 #endif

@@ -1,0 +1,189 @@
+/*
+ * The arithmetic of the AVX-512 VNNI kernel, which gemm_amx.c does for few tokens too: a group of 16 rows is one vector, a dot-product
+ * instruction takes four inputs of all of them at once with one token's four inputs broadcast from memory.
+ *
+ * A tile of T tokens times 16 rows is held in T registers over the whole length of the rows; a block of weights is unpacked once for
+ * the tile. Invariant: the operations per row and token are the same for every T, so results are bitwise equal.
+ */
+#ifndef DT_GEMM_AVX512_H
+#define DT_GEMM_AVX512_H
+
+#include "gemm/gemm_kernel.h"
+
+#include <immintrin.h>
+#include <math.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define NOT_FINITE 0x99 /* quiet and signalling NaN, both infinities */
+#define AHEAD 4096      /* bytes that are asked for before they are needed */
+
+/* ---- activations ---- */
+
+/* Of 16 signed bytes. */
+INLINE int32_t sum_of(__m128i bytes) {
+    const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8((char)0x80)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
+
+/* Packs 32 inputs of token t of a tile. by_token: its quads lie one after the other, not `tile` apart. */
+INLINE void pack_inputs_of(const float *from, int32_t tile, int32_t t, const bool by_token, void *to) {
+    __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16);
+    const bool finite = (_mm512_fpclass_ps_mask(a, NOT_FINITE) | _mm512_fpclass_ps_mask(b, NOT_FINITE)) == 0;
+    if (!finite) {
+        a = b = _mm512_setzero_ps();
+    }
+    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+    const float scale = finite ? largest / 127.0f : NAN, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const __m128i first = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(a, _mm512_set1_ps(inverse))));
+    const __m128i last = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(b, _mm512_set1_ps(inverse))));
+    int32_t quads[8], *own = by_token ? (int32_t *)to + t * 8 : quads;
+    _mm_storeu_si128((__m128i *)own, first);
+    _mm_storeu_si128((__m128i *)(own + 4), last);
+    for (int32_t j = 0; !by_token && j < 8; j++) {
+        ((int32_t *)to)[j * tile + t] = quads[j];
+    }
+    dt_gemm_put_scale(to, tile, t, scale, sum_of(first), sum_of(last));
+}
+
+/* ---- product ---- */
+
+/* Of 32-bit lanes. An operator, since the intrinsic takes no parameter as a constant without optimization. */
+INLINE __m512i shift_left(__m512i x, int n) { return (__m512i)((__v16su)x << n); }
+INLINE __m512i shift_right(__m512i x, int n) { return (__m512i)((__v16su)x >> n); }
+
+/* The 8 quads of a block of 16 rows as unsigned bytes. */
+INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m512i q[8]) {
+    if (f.bits == 8) {
+        UNROLL for (int j = 0; j < 8; j++) { q[j] = _mm512_loadu_si512(block + j * 64); }
+        return;
+    }
+    const __m512i low = _mm512_set1_epi8(15);
+    UNROLL for (int j = 0; j < 4; j++) {
+        const __m512i both = _mm512_loadu_si512(block + j * 64);
+        q[j] = _mm512_and_si512(both, low);
+        q[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    }
+    if (f.bits > 4) {
+        const int n = f.bits - 4, per_piece = 8 / n;
+        const __m512i mask = _mm512_set1_epi8((char)(((1 << n) - 1) << 4));
+        UNROLL for (int j = 0; j < 8; j++) {
+            const __m512i piece = _mm512_loadu_si512(block + 256 + j / per_piece * 64);
+            const int at = j % per_piece * n; /* its bits there are bits 4 and up of the weight */
+            const __m512i moved =
+                at < 4 ? shift_left(piece, 4 - at) : shift_right(piece, at - 4); /* what crosses bytes is masked out */
+            q[j] = _mm512_ternarylogic_epi32(q[j], moved, mask, 0xF8);           /* q | (moved & mask) */
+        }
+    }
+    if (f.is_lookup) {
+        const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)dt_gemm_values));
+        UNROLL for (int j = 0; j < 8; j++) { q[j] = _mm512_shuffle_epi8(values, q[j]); }
+    }
+}
+
+INLINE __m512 load_halves(const uint8_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+INLINE __m512 load_bytes(const uint8_t *from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+
+/* What the sums of a block of 16 rows are multiplied with. */
+typedef struct block_scales {
+    __m512 scale, minimum;
+    __m512 halves[2]; /* n_scales == 2: of the first and the last 16 inputs, besides `scale` */
+} block_scales;
+
+/* header, bytes: the super-block's scales and the block's. */
+INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *header, const uint8_t *bytes) {
+    block_scales s = {.scale = load_halves(header)};
+    s.minimum = f.has_minimum ? load_halves(header + 32) : s.scale;
+    if (f.n_scales == 1) {
+        s.scale = _mm512_mul_ps(s.scale, load_bytes(bytes));
+    } else if (f.n_scales == 2) {
+        s.halves[0] = load_bytes(bytes);
+        s.halves[1] = load_bytes(bytes + DT_GEMM_ROWS);
+    }
+    if (f.n_scales > 0 && f.has_minimum) {
+        s.minimum = _mm512_mul_ps(s.minimum, load_bytes(bytes + f.n_scales * DT_GEMM_ROWS));
+    }
+    return s;
+}
+
+/* Adds the product of a block with token t of a tile to y. The sums of the first and of the last 16 inputs begin with what they will
+ * be too large by, because the weights are unsigned. */
+INLINE __m512 add_block(const dt_gemm_format f, const __m512i q[8], const block_scales *s, const char *inputs, const int tile,
+                        int t, __m512 y) {
+    const int32_t *quads = (const int32_t *)inputs + t;
+    __m512i first = _mm512_setzero_si512(), last = first;
+    if (f.offset != 0) {
+        const int32_t *negated = dt_gemm_negated((void *)inputs, tile) + t;
+        first = shift_left(_mm512_set1_epi32(negated[tile]), __builtin_ctz((unsigned)f.offset));
+        if (f.n_scales == 2) {
+            const __m512i all = first;
+            first = shift_left(_mm512_set1_epi32(negated[0]), __builtin_ctz((unsigned)f.offset));
+            last = _mm512_sub_epi32(all, first);
+        }
+    }
+    UNROLL for (int j = 0; j < 4; j++) {
+        first = _mm512_dpbusd_epi32(first, q[j], _mm512_set1_epi32(quads[j * tile]));
+        last = _mm512_dpbusd_epi32(last, q[j + 4], _mm512_set1_epi32(quads[(j + 4) * tile]));
+    }
+    const __m512 product = f.n_scales == 2 ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(last), s->halves[1],
+                                                             _mm512_mul_ps(_mm512_cvtepi32_ps(first), s->halves[0]))
+                                           : _mm512_cvtepi32_ps(_mm512_add_epi32(first, last));
+    y = _mm512_fmadd_ps(product, _mm512_mul_ps(s->scale, _mm512_set1_ps(dt_gemm_scales((void *)inputs, tile)[t])), y);
+    return f.has_minimum ? _mm512_fmadd_ps(s->minimum, _mm512_set1_ps(dt_gemm_sums((void *)inputs, tile)[t]), y) : y;
+}
+
+/* One group of rows times one tile of tokens. */
+INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, const int tile, float *y,
+                       size_t stride) {
+    const size_t block_bytes = dt_gemm_block_bytes(f);
+    __m512 sum[DT_GEMM_TILE];
+    UNROLL for (int t = 0; t < tile; t++) { sum[t] = _mm512_setzero_ps(); }
+    for (int32_t left = n_blocks; left > 0; left -= f.n_blocks) {
+        const uint8_t *header = group;
+        group += dt_gemm_header_bytes(f);
+        for (int32_t b = 0; b < f.n_blocks; b++) {
+            if (tile == 1) { /* one token: the weights come from memory */
+                for (size_t line = 0; line < block_bytes; line += 64) {
+                    _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
+                }
+            }
+            __m512i q[8];
+            load_weights(f, group, q);
+            const block_scales scales = load_scales(f, header, group + dt_gemm_quant_bytes(f));
+            UNROLL for (int t = 0; t < tile; t++) { sum[t] = add_block(f, q, &scales, inputs, tile, t, sum[t]); }
+            group += block_bytes;
+            inputs += (size_t)tile * DT_GEMM_TOKEN_BYTES;
+        }
+    }
+    UNROLL for (int t = 0; t < tile; t++) { _mm512_storeu_ps(y + (size_t)t * stride, sum[t]); }
+}
+
+INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens,
+                         float *y, size_t stride) {
+    for (int32_t first = 0, tile; first < n_tokens; first += tile) {
+        tile = dt_gemm_tile(n_tokens - first);
+        const char *from = inputs + (size_t)first * (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
+        float *to = y + (size_t)first * stride;
+        switch (tile) {
+        case 16:
+            group_tile(f, group, n_blocks, from, 16, to, stride);
+            break;
+        case 8:
+            group_tile(f, group, n_blocks, from, 8, to, stride);
+            break;
+        case 4:
+            group_tile(f, group, n_blocks, from, 4, to, stride);
+            break;
+        case 2:
+            group_tile(f, group, n_blocks, from, 2, to, stride);
+            break;
+        default:
+            group_tile(f, group, n_blocks, from, 1, to, stride);
+            break;
+        }
+    }
+}
+
+#endif

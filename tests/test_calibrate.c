@@ -1,0 +1,209 @@
+/*
+ * Score predict: what calibration learns, against weights that were hidden in the peaks; and sessions that go by it.
+ */
+#include "engine/session.h"
+#include "support/cmocka_all.h"
+#include "support/compare.h"
+#include "support/fixture.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define N_TOKENS 300
+#define HELD                                                                                                                       \
+    "{\"budget\": \"adaptive\", \"total_cache_size\": 600, \"layers\": {\"0-\": {\"policy\": \"importance_score\", \"score\": "    \
+    "\"reconstruct\"}}}"
+
+typedef struct fixture {
+    dt_model *model;
+    int32_t tokens[N_TOKENS];
+    char *config;
+    json_t *layers; /* of the config */
+} fixture;
+
+static dt_session *new_session(const fixture *f, const char *json, dt_evict evict, dt_prefill prefill) {
+    dt_eviction *eviction = eviction_from_json(f->model, json);
+    const dt_session_params params = {
+        .n_threads = 2, .n_batch = 64, .kv_block_tokens = 16, .eviction = eviction, .evict = evict, .prefill = prefill};
+    dt_session *session = open_session(f->model, &params);
+    dt_eviction_free(eviction); /* the session must not need it any more */
+    return session;
+}
+
+/* Small and different for every lane. */
+static double hidden_weight(int32_t lane, int32_t i) {
+    return i == DT_PREDICT_BIAS ? 0.5 : i == DT_PREDICT_DECAY ? -0.3 - 0.05 * lane : 0.1 * sin(1.7 * i + lane);
+}
+
+/* In double precision and from stored entries: an oracle of its own for features and distance. split: as in dt_predict_shape. */
+static double hidden_peak(const dt_session *s, int32_t layer, int32_t lane, int32_t entry, int32_t position, int32_t split) {
+    const dt_predict_shape shape = dt_session_predict_shape(s->model);
+    float key[DT_MAX_HEAD_DIM], value[DT_MAX_HEAD_DIM];
+    dt_kv_get_entry(s->kv, layer, lane, entry, key, value);
+    double sum = hidden_weight(lane, 0) + hidden_weight(lane, 1) * log((s->n_tokens - position + 64.0) / 576.0);
+    for (int32_t i = 0; i < shape.dim_k / 2; i++) {
+        const int32_t a = 2 * i < split ? i : 2 * i, b = 2 * i < split ? i + split / 2 : 2 * i + 1;
+        sum += hidden_weight(lane, 2 + i) * hypot((double)key[a], (double)key[b]);
+    }
+    for (int32_t i = 0; i < shape.dim_v; i++) {
+        sum += hidden_weight(lane, 2 + shape.dim_k / 2 + i) * (double)value[i];
+    }
+    return exp(sum);
+}
+
+static void hide_weights(dt_session *s) {
+    int32_t positions[N_TOKENS];
+    for (int32_t layer = 0; layer < s->model->info.n_layers; layer++) {
+        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[layer]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, layer, lane, &view);
+            dt_kv_positions(s->kv, layer, lane, positions);
+            for (int32_t i = 0; i < view.n_entries; i++) {
+                view.peak_mass[i] = (float)hidden_peak(s, layer, lane, i, positions[i], dt_session_predict_shape(s->model).split);
+            }
+        }
+    }
+}
+
+static int setup_family(void **state, const char *arch) {
+    fixture *f = calloc(1, sizeof *f);
+    tiny_model_params p = tiny_model_default_params();
+    dt_error error;
+    p.arch = arch;
+    p.n_layers = 2;
+    p.n_kv_heads = 2;
+    f->model = open_model(write_tiny(&p), false);
+    random_tokens(f->tokens, N_TOKENS, 3, dt_model_get_info(f->model)->n_vocab, 5);
+    dt_session *session = new_session(f, HELD, DT_EVICT_HELD, DT_PREFILL_FULL);
+    sync_tokens(session, f->tokens, N_TOKENS);
+    hide_weights(session);
+    dt_calibration *calibration = NULL;
+    assert_int_equal(dt_calibration_new(f->model, &calibration, &error), DT_OK);
+    assert_int_equal(dt_calibration_add(calibration, session, &error), DT_OK);
+    assert_int_equal(dt_calibration_config(calibration, 192, &f->config, &error), DT_OK);
+    dt_calibration_free(calibration);
+    dt_session_free(session);
+    json_t *config = json_loads(f->config, 0, NULL);
+    f->layers = json_incref(json_object_get(config, "layers"));
+    json_decref(config);
+    *state = f;
+    return 0;
+}
+
+static int setup(void **state) { return setup_family(state, "llama"); }
+static int setup_halves(void **state) { return setup_family(state, "qwen2"); }
+
+static int teardown(void **state) {
+    fixture *f = *state;
+    json_decref(f->layers);
+    dt_free(f->config);
+    dt_model_close(f->model);
+    free(f);
+    return 0;
+}
+
+static void test_calibration_finds_hidden_weights(void **state) {
+    const fixture *f = *state;
+    const dt_predict_shape shape = dt_session_predict_shape(f->model);
+    assert_int_equal(json_object_size(f->layers), 2);
+    for (int32_t layer = 0; layer < 2; layer++) {
+        const json_t *lists = json_object_get(json_object_get(f->layers, layer == 0 ? "0" : "1"), "weights");
+        assert_int_equal(json_array_size(lists), 2);
+        for (int32_t lane = 0; lane < 2; lane++) {
+            const json_t *list = json_array_get(lists, (size_t)lane);
+            assert_int_equal(json_array_size(list), dt_predict_n_weights(&shape));
+            for (int32_t i = 1; i < dt_predict_n_weights(&shape); i++) { /* the small ridge moves the bias a little more */
+                const double weight = json_real_value(json_array_get(list, (size_t)i));
+                assert_true(isfinite(weight) && fabs(weight - hidden_weight(lane, i)) <= 0.03);
+            }
+        }
+    }
+}
+
+/* With what was learned, peaks come out as they were hidden, whether the text is read at once or in chunks with rounds between. */
+static void test_sessions_foretell_peaks(void **state) {
+    const fixture *f = *state;
+    for (int32_t streaming = 0; streaming < 2; streaming++) {
+        dt_session *s = new_session(f, f->config, streaming ? DT_EVICT_ALWAYS : DT_EVICT_HELD,
+                                    streaming ? DT_PREFILL_STREAMING : DT_PREFILL_FULL);
+        dt_error error;
+        int32_t positions[N_TOKENS];
+        sync_tokens(s, f->tokens, N_TOKENS);
+        assert_int_equal(dt_session_check(s, &error), DT_OK);
+        assert_int_equal(s->peaks_until == s->n_tokens, !streaming || dt_kv_room(s->kv, 0) < 64);
+        for (int32_t lane = 0; lane < 2; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, 1, lane, &view);
+            dt_kv_positions(s->kv, 1, lane, positions);
+            assert_true(streaming ? view.n_entries < N_TOKENS : view.n_entries == N_TOKENS);
+            for (int32_t i = 0; i < view.n_entries; i++) {
+                if (positions[i] < s->peaks_until) { /* stored as if it lay 512 tokens back */
+                    const double want = hidden_peak(s, 1, lane, i, s->n_tokens - 512, dt_session_predict_shape(s->model).split);
+                    const double got = (double)view.peak_mass[i];
+                    assert_true(isfinite(got) && fabs(log(got / want)) <= 0.05);
+                }
+            }
+        }
+        dt_session_free(s);
+    }
+}
+
+/* Keys and values as bytes tell nearly the same. */
+static void test_bytes_foretell_alike(void **state) {
+    const fixture *f = *state;
+    dt_session *sessions[2];
+    dt_kv_lane_view views[2];
+    for (int32_t i = 0; i < 2; i++) {
+        dt_eviction *eviction = eviction_from_json(f->model, f->config);
+        const dt_session_params params = {
+            .n_threads = 2, .eviction = eviction, .evict = DT_EVICT_HELD, .kv_type = i == 0 ? DT_KV_F16 : DT_KV_INT8};
+        sessions[i] = open_session(f->model, &params);
+        dt_eviction_free(eviction);
+        sync_tokens(sessions[i], f->tokens, N_TOKENS);
+        dt_kv_lane(sessions[i]->kv, 0, 1, &views[i]);
+    }
+    for (int32_t i = 0; i < N_TOKENS; i++) {
+        const double whole = (double)views[0].peak_mass[i], bytes = (double)views[1].peak_mass[i];
+        assert_true(isfinite(whole) && whole > 0 && isfinite(bytes) && fabs(log(bytes / whole)) <= 0.05);
+    }
+    dt_session_free(sessions[0]);
+    dt_session_free(sessions[1]);
+}
+
+static void test_wrong_sessions_and_weights(void **state) {
+    const fixture *f = *state;
+    dt_error error;
+    dt_calibration *calibration = NULL;
+    assert_int_equal(dt_calibration_new(f->model, &calibration, &error), DT_OK);
+    dt_session *evicted = new_session(f, HELD, DT_EVICT_ONCE, DT_PREFILL_FULL);
+    sync_tokens(evicted, f->tokens, 100);
+    append_token(evicted, 4); /* not repeated */
+    assert_int_equal(dt_calibration_add(calibration, evicted, &error), DT_ERR_ARGUMENT);
+    dt_session_free(evicted);
+    dt_calibration_free(calibration);
+    dt_eviction *learned = eviction_from_json(f->model, f->config);
+    const dt_session_params elsewhere = {.eviction = learned,
+                                         .kernel = "ggml"}; /* keys and values are not where they can be read */
+    dt_session *session = NULL;
+    assert_int_equal(dt_session_new(f->model, &elsewhere, &session, &error), DT_ERR_UNSUPPORTED);
+    assert_null(session);
+    dt_eviction_free(learned);
+    const char *text = "{\"0\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 64, \"weights\": "
+                       "[[1, 2, 3], [1, 2, 3]]}}";
+    dt_eviction *eviction = NULL;
+    assert_int_equal(dt_eviction_from_text(f->model, "e.json", text, strlen(text), &eviction, &error), DT_ERR_CONFIG);
+    assert_non_null(strstr(error.message, "2 lists of 3 numbers, but this model's layer has 2 KV heads"));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_calibration_finds_hidden_weights, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_calibration_finds_hidden_weights, setup_halves, teardown),
+        cmocka_unit_test_setup_teardown(test_sessions_foretell_peaks, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_bytes_foretell_alike, setup_halves, teardown),
+        cmocka_unit_test_setup_teardown(test_wrong_sessions_and_weights, setup, teardown),
+    };
+    return cmocka_run_group_tests_name("calibrate", tests, NULL, NULL);
+}
