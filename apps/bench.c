@@ -440,6 +440,7 @@ static dt_status measure_all(bench *b, dt_error *error) {
             dt_shared_options_session(&b->options->shared, &params);
             params.n_ctx = params.n_ctx > 0 ? params.n_ctx : (int32_t)b->n_tokens;
             params.eviction = on ? b->eviction : NULL;
+            params.n_snapshots = -1;
             if (b->options->parallel > 1) {
                 status = measure_parallel(b, &params, b->depths[i], on != 0, error);
                 continue;

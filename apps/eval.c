@@ -4,6 +4,7 @@
  *   kld        distance of the next-token distributions from those of the full cache, teacher-forced
  *   needle     facts hidden in a text, asked for afterwards
  *   calibrate  how much each KV head needs, as an eviction config
+ *   long       whether a text far beyond the context is predicted as within it
  *   ab         prompts with eviction off and on, and a verdict
  *
  * Everything that can be refused without the model is refused before it is loaded.
@@ -23,7 +24,8 @@
 
 static const dt_option text_rows[] = {
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin"},
-    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24, "tokens read before eviction counts (kld 4096, needle 3000)"},
+    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24,
+     "tokens read before eviction counts (kld 4096, needle 3000, long the model's own)"},
     {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
     {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
@@ -71,6 +73,12 @@ static const dt_option ab_rows[] = {
 };
 static const dt_option_group ab_group = {"ab; exit code 3 when a check fails", ab_rows, N_OF(ab_rows)};
 static const dt_option_group text_group = {"Text", text_rows, N_OF(text_rows)};
+static const dt_option long_rows[] = {
+    {"--times", "N", DT_OPTION_INT, AT(n_times), 2, 1 << 16, "length of the text read, as a multiple of --context (10)"},
+    {"--continuation", "N", DT_OPTION_INT, AT(n_continuation), 1, 1 << 20, "tokens of a piece that is scored (256)"},
+    {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces, spread evenly up to the end (4)"},
+};
+static const dt_option_group long_group = {"long", long_rows, N_OF(long_rows)};
 static const dt_option_group calibrate_group = {"calibrate", calibrate_rows, N_OF(calibrate_rows)};
 static const dt_option_group common_group = {"Measurement", common_rows, N_OF(common_rows)};
 static const dt_option_group kld_group = {"kld", kld_rows, N_OF(kld_rows)};
@@ -87,6 +95,7 @@ static const command commands[] = {
     {"kld", &kld_group, &text_group, eval_kld, 4096, 0},
     {"needle", &needle_group, &text_group, eval_needle, 3000, 20},
     {"calibrate", &calibrate_group, &text_group, eval_calibrate, 4096, 0},
+    {"long", &long_group, &text_group, eval_long, 0, 0},
     {"ab", &ab_group, &dt_sampling_options, eval_ab, 0, 50},
 };
 
@@ -297,12 +306,15 @@ static json_t *begin_result(const eval *e, const command *c) {
     return result;
 }
 
-static dt_status run(eval *e, const command *c, dt_stats_file *file, dt_error *error) {
+static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
     dt_status status = c->run == eval_ab ? eval_ab_read(e, error) : DT_OK;
     if (status == DT_OK) {
         dt_model_params model_params;
         dt_shared_options_model(&e->options->shared, &model_params);
         status = dt_model_open(e->options->shared.model, &model_params, &e->model, error);
+    }
+    if (status == DT_OK && c->run == eval_long && o->n_context == 0) {
+        o->n_context = dt_model_get_info(e->model)->n_ctx_train;
     }
     if (status == DT_OK) {
         status = make_settings(e, error);
@@ -341,6 +353,7 @@ static void print_usage(FILE *file, const char *program) {
             "  needle     facts hidden in the text, asked for from the evicted and the full\n"
             "             cache\n"
             "  calibrate  measures how much each KV head needs, writes an eviction config\n"
+            "  long       perplexity of a text far beyond the context, against that within it\n"
             "  ab         answers to the same prompts with eviction off and on, compared\n",
             program, program);
 }
@@ -379,6 +392,7 @@ int main(int argc, char **argv) {
                       .min_speedup = -1,
                       .max_kv_share = -1,
                       .n_needles = 1,
+                      .n_times = 10,
                       .depth_low = 0.1,
                       .depth_high = 0.9,
                       .seed = 1};
@@ -414,7 +428,7 @@ int main(int argc, char **argv) {
     eval e = {.options = &o, .command = c->name};
     dt_status status = o.json != NULL ? dt_stats_file_open(o.json, inputs, N_OF(inputs), &file, &error) : DT_OK;
     if (status == DT_OK) {
-        status = run(&e, c, file, &error);
+        status = run(&e, &o, c, file, &error);
     }
     dt_stats_file_free(file);
     if (status != DT_OK) {

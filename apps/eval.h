@@ -17,7 +17,7 @@
 typedef struct eval_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
     const char *file, *json, *policy, *kept, *input, *chat_template;
-    int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict;
+    int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict, n_times;
     int64_t evict, question, form, score, budget; /* choices */
     double depth_low, depth_high;
     double min_exact, min_rouge, min_agreement, min_speedup, max_kv_share; /* below 0: not given */
@@ -49,6 +49,7 @@ typedef struct eval {
 dt_status eval_kld(eval *e, dt_error *error);
 dt_status eval_needle(eval *e, dt_error *error);
 dt_status eval_calibrate(eval *e, dt_error *error);
+dt_status eval_long(eval *e, dt_error *error);
 dt_status eval_ab(eval *e, dt_error *error);
 
 /* Reads and checks the lines of ab's input; needs no model. */

@@ -359,6 +359,7 @@ static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats
     if (status == DT_OK) {
         dt_shared_options_session(&o->shared, &params);
         params.eviction = eviction;
+        params.n_snapshots = o->conversation ? 0 : -1; /* nothing is gone back to */
         if (t->n_tokens > 0 && o->n_predict >= 0 && (int64_t)t->n_tokens + o->n_predict < INT32_MAX) {
             params.n_expected = (int32_t)((int64_t)t->n_tokens + o->n_predict);
         }

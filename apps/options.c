@@ -24,7 +24,7 @@ static const dt_option model_rows[] = {
      "threads for reading the prompt (as --threads)"},
     {"-b, --batch-size", "N", DT_OPTION_INT, AT(n_batch), 0, INT32_MAX, "tokens of the prompt read at a time (0: 512)"},
     {"-c, --ctx-size, --context-length", "N", DT_OPTION_INT, AT(n_ctx), 0, INT32_MAX,
-     "longest conversation in tokens (0: the model's own)"},
+     "how far a token sees back, and the longest conversation unless every layer evicts (0: the model's own)"},
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
     {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
      "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit)"},

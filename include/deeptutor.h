@@ -205,8 +205,8 @@ typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
 typedef enum dt_evict { DT_EVICT_ALWAYS, DT_EVICT_ONCE, DT_EVICT_HELD } dt_evict;
 
 typedef struct dt_session_params {
-    int32_t n_ctx;           /* longest conversation in tokens; 0 = the model's own. No limit where local_window without sinks and
-                                memory slots, and streaming prefill, keep every distance within it */
+    int32_t n_ctx;           /* farthest that a token sees back; 0 = the model's own. The longest conversation too, unless every layer
+                                evicts or has a window: then kept tokens move together (docs/memory.md) and it may go on */
     int32_t n_batch;         /* prefill chunk in tokens; 0 = 512 */
     int32_t n_threads;       /* decode threads; 0 = physical cores */
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
@@ -221,6 +221,9 @@ typedef struct dt_session_params {
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
     uint64_t kv_memory; /* bytes the cache never exceeds; 0 = no limit. Settings give way (docs/memory.md), or DT_ERR_LIMIT */
     int32_t n_expected; /* the most tokens the conversation will have, for kv_memory; 0 = n_ctx */
+    /* States kept to go back to where eviction has taken what a rewind needs, one for the end of each of the last syncs, while they
+     * fit into the memory that the cache was said to take; 0 = 2 (in a group none), below 0 = none */
+    int32_t n_snapshots;
     dt_group *group;    /* whose threads, kernel and scratch it uses, of the same model; NULL = it has its own */
 } dt_session_params;
 

@@ -148,6 +148,19 @@ def test_reconstruction_finds_what_a_window_lost(tmp_path):
     assert scored["kept_share"] <= 0.2501 and scored["accuracy"] >= 0.75, scored
 
 
+def test_long_past_the_context(tiny, tmp_path):
+    """Both sessions have read the same last tokens, and a window without sinks keeps nothing else."""
+    config = tmp_path / "e.json"
+    config.write_text('{"0-": {"policy": "local_window", "max_cache_size": 48, "recent_window": 16, "sink_tokens": 0}}')
+    found = measure(tmp_path, "long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "6", "--continuation", "16",
+                    "--chunks", "2", "-b", "32", "--eviction-config", str(config))
+    assert [piece["tokens"] for piece in found["pieces"]] == [448, 768]
+    assert 0 < found["nll"] < 20 and abs(found["nll"] - found["nll_fresh"]) <= 0.03 * found["nll"]
+    failed = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "60000", "--policy", "local_window",
+                 "--max-cache-size", "48")
+    assert failed.returncode == 2 and "give fewer --times" in failed.stderr
+
+
 @needs_real
 def test_prediction_finds_what_a_window_lost(tmp_path):
     """The same needles by what was learned from other texts, this project's own pages."""

@@ -351,6 +351,27 @@ static void test_context_ends_in_mid_draft(void **state) {
     dt_session_free(drafted.session);
 }
 
+/* Past the context the kept tokens move together between steps, at the same tokens with drafts as without. */
+static void test_past_the_context(void **state) {
+    const fixture *f = *state;
+    dt_eviction *eviction = eviction_from_json(
+        f->model,
+        "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 30, \"min_cache_size\": 8, \"recent_window\": 4}}");
+    dt_session_params params = params_of(eviction);
+    params.n_ctx = 64;
+    const dt_sampler_params sampling = greedy_sampling();
+    const int32_t lengths[] = {1, 5, 16};
+    for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+        outcome plain = generate(f, &params, &sampling, NO_DRAFT, 0, N_PREDICT, -1);
+        outcome drafted = generate(f, &params, &sampling, SAME_MODEL, lengths[i], N_PREDICT, -1);
+        assert_true(dt_kv_shift(dt_session_kv(plain.session)) > 0);
+        assert_same_run(f, &plain, &drafted);
+        dt_session_free(plain.session);
+        dt_session_free(drafted.session);
+    }
+    dt_eviction_free(eviction);
+}
+
 /* Sampling uses its random numbers in the same order: with a seed even the tokens are the same. */
 static void test_sampling_draws_the_same(void **state) {
     const fixture *f = *state;
@@ -500,6 +521,7 @@ int main(void) {
         cmocka_unit_test(test_end_token_in_mid_draft),
         cmocka_unit_test(test_ends_in_mid_draft),
         cmocka_unit_test(test_context_ends_in_mid_draft),
+        cmocka_unit_test(test_past_the_context),
         cmocka_unit_test(test_sampling_draws_the_same),
         cmocka_unit_test(test_sampling_keeps_the_distribution),
         cmocka_unit_test(test_other_vocabularies),

@@ -298,9 +298,9 @@ static void test_streaming_prefill_is_bounded(void **state) {
     dt_eviction_free(eviction);
 }
 
-/* Where no query is further from a key than the trained context, a conversation may be longer than that; a little longer it
- * still equals a session with a longer context. */
-static void test_short_distances_lift_the_limit(void **state) {
+/* Where every layer evicts, a conversation may be longer than the context; without sinks it equals a session with a longer one, but
+ * for the rounding of keys that were moved. */
+static void test_eviction_lifts_the_limit(void **state) {
     const fixture *f = *state;
     const char *without_sinks =
         "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 32, \"min_cache_size\": 8, \"sink_tokens\": 0}}";
@@ -311,15 +311,12 @@ static void test_short_distances_lift_the_limit(void **state) {
         params.prefill = DT_PREFILL_STREAMING;
         params.n_ctx = 100;
         dt_session *s = open_session(f->model, &params);
-        dt_error error = {0};
-        const dt_status status = dt_session_sync(s, f->tokens, 400, NULL, NULL, NULL, &error);
-        assert_int_equal(status, sinks ? DT_ERR_LIMIT : DT_OK);
-        if (!sinks) {
-            params.n_ctx = N_CTX;
-            float *want = logits_after(f, &params, 400);
-            assert_same(dt_session_logits(s), want, f->n_vocab, true);
-            free(want);
-        }
+        sync_tokens(s, f->tokens, 400);
+        params.n_ctx = N_CTX;
+        float *want = logits_after(f, &params, 400);
+        assert_true(all_finite(dt_session_logits(s), f->n_vocab));
+        assert_true(sinks || logit_error(dt_session_logits(s), want, f->n_vocab) <= 0.01);
+        free(want);
         dt_session_free(s);
         dt_eviction_free(eviction);
     }
@@ -429,7 +426,7 @@ int main(void) {
         cmocka_unit_test(test_limits_hold_after_every_step),
         cmocka_unit_test(test_sinks_keep_a_system_prompt),
         cmocka_unit_test(test_streaming_prefill_is_bounded),
-        cmocka_unit_test(test_short_distances_lift_the_limit),
+        cmocka_unit_test(test_eviction_lifts_the_limit),
         cmocka_unit_test(test_rewind_and_rebuild),
         cmocka_unit_test(test_int8_is_close_to_f16),
         cmocka_unit_test(test_cancelling_leaves_a_usable_session),

@@ -95,6 +95,11 @@ def test_int8_past_the_trained_length(tmp_path, head_dim, head_dim_v):
         assert b"longer than the 256 the model was trained with" in log.stderr
         assert stats["generated_tokens"] == 600 and all(layer["length"] <= 96 for layer in stats["layers"])
         results.append(stats)
+        # past it without -c: kept tokens move together, and their keys turn
+        log, stats = stats_of(path, tmp_path, "-p", "abc " * 30, "-n", "600", "--ignore-eos", "--kv-type", kv_type,
+                              "--cache-eviction", "--max-cache-size", "96", "-b", "32")
+        assert b"the context of 256 is nearly used up" in log.stderr and b"trained with" not in log.stderr
+        assert stats["generated_tokens"] == 600 and all(layer["length"] <= 96 for layer in stats["layers"])
     assert results[1]["kv_bytes"] < 0.8 * results[0]["kv_bytes"]
 
 
@@ -113,7 +118,10 @@ def test_a_full_context_is_never_cut_silently(model, tmp_path):
             assert run(*options).returncode == 0
         else:
             assert_fails(run(*options), 1, str(lengths[n]), "64")
-            assert_fails(run(*options, "--cache-eviction", "--max-cache-size", "32"), 1, str(lengths[n]), "64")
+            assert_fails(run(*options, "--cache-eviction", "--max-cache-size", "40"), 1, str(lengths[n]), "64")
+            longer = run(*options, "--cache-eviction", "--max-cache-size", "32", "--memory-slots", "0")  # leaves room for a chunk
+            assert longer.returncode == 0 and b"too many for the context of 64 at once" in longer.stderr
+            assert f"of {lengths[n]} tokens" in longer.stderr.decode()  # let go, by the layers
     assert max(lengths.values()) > 64 >= min(lengths.values())
     text = "ab " * 1500  # a multiple of the trained context of 1,024
     log, stats = stats_of(model, tmp_path, "-p", text, "-n", "1", *endless)

@@ -161,7 +161,9 @@ static void test_scoring_is_appending(void **state) {
             append_token(b, f->tokens[60 + i]);
             assert_close(r.logits + i * f->n_vocab, dt_session_logits(b), f->n_vocab);
         }
-        assert_int_equal(dt_session_score(a, f->tokens, N_CTX, keep_row, &r, &error), DT_ERR_LIMIT);
+        if (settings[k] == NULL) { /* nothing is evicted: the context is the end */
+            assert_int_equal(dt_session_score(a, f->tokens, N_CTX, keep_row, &r, &error), DT_ERR_LIMIT);
+        }
         free(r.logits);
         dt_session_free(a);
         dt_session_free(b);

@@ -49,7 +49,8 @@ class dt_sampler_params(Structure):
 class dt_session_params(Structure):
     _fields_ = [("n_ctx", c_int32), ("n_batch", c_int32), ("n_threads", c_int32), ("n_threads_batch", c_int32), ("kv_type", c_int),
                 ("prefill", c_int), ("kernel", c_char_p), ("eviction", c_void_p), ("evict", c_int), ("kv_block_tokens", c_int32),
-                ("kv_memory", c_uint64), ("n_expected", c_int32), ("group", c_void_p)]
+                ("kv_memory", c_uint64), ("n_expected", c_int32), ("n_snapshots", c_int32),
+                ("group", c_void_p)]
 
 
 class dt_sync_result(Structure):

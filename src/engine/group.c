@@ -123,7 +123,7 @@ static dt_status reserve(dt_group *g, size_t n, dt_error *error) {
 
 bool dt_session_choose_observed(dt_session *s, int32_t n, int64_t n_follow) {
     bool any = false;
-    const bool late = s->params.prefill == DT_PREFILL_STREAMING || n_follow < OBSERVE_AHEAD;
+    const bool late = s->streams || n_follow < OBSERVE_AHEAD;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && !dt_kv_layer(s->kv, i)->format.elsewhere &&
                               dt_session_observes(s, i, n + n_follow);
@@ -200,12 +200,12 @@ static dt_status begin(dt_part *part, dt_sequence *sequence) {
     *sequence = (dt_sequence){.kv = s->kv,
                               .tokens = part->tokens,
                               .n = part->n,
-                              .first_position = s->n_tokens,
+                              .first_position = dt_session_next_position(s),
                               .n_outputs = part->n_outputs,
                               .observe_layer = dt_session_choose_observed(s, part->n, part->n_follow) ? s->observe_layer : NULL,
                               .n_observed = DT_MIN(part->n, DT_OBSERVE_WINDOW)};
     status = dt_graph_settle(s->group->graph, s->kv, part->error);
-    return status == DT_OK ? dt_kv_append(s->kv, s->n_tokens, part->n, part->error) : status;
+    return status == DT_OK ? dt_session_grow(s, part->n, part->error) : status;
 }
 
 /* Takes the computed tokens into the session. */
@@ -216,7 +216,7 @@ static dt_status finish(dt_part *part) {
         dt_session_note_weight(s, s->n_tokens + i, part->weight);
     }
     s->n_tokens += part->n;
-    const dt_status slid = dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, part->error);
+    const dt_status slid = dt_session_slide(s, part->error);
     const size_t last = (size_t)(part->n_outputs - 1) * (size_t)s->model->info.n_vocab;
     return slid == DT_OK ? dt_session_set_logits(s, part->logits + last, part->error) : slid;
 }
@@ -289,7 +289,7 @@ dt_status dt_group_compute_one(dt_session *s, dt_sequence *sequence, const float
         status = dt_graph_settle(s->group->graph, s->kv, error);
     }
     if (status == DT_OK) {
-        status = dt_kv_append(s->kv, sequence->first_position, sequence->n, error);
+        status = dt_session_grow(s, sequence->n, error);
     }
     if (status != DT_OK) {
         return status;
@@ -316,10 +316,11 @@ static dt_status check_step(const dt_group *g, const dt_step *step, dt_error *er
         return dt_fail(error, DT_ERR_ARGUMENT, "the session has two steps at once; put them into steps one after the other");
     }
     s->last_step = g->n_calls;
-    if (step->n < 1 || step->n > s->params.n_batch || step->n_follow < 0) {
-        return dt_fail(error, DT_ERR_ARGUMENT, "a step appends 1 to %d tokens (n_batch), not %d", s->params.n_batch, step->n);
+    if (step->n < 1 || step->n > s->chunk || step->n_follow < 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "a step appends 1 to %d tokens (n_batch), not %d", s->chunk, step->n);
     }
-    return dt_session_check_room(s, (int64_t)step->n + step->n_follow, error);
+    const dt_status status = dt_session_check_room(s, (int64_t)step->n + step->n_follow, error);
+    return status == DT_OK && !s->in_prompt ? dt_session_begin_reading(s, (int64_t)step->n + step->n_follow, error) : status;
 }
 
 /* Not the last token of a prompt whose chunks came before. */
@@ -329,10 +330,13 @@ static bool is_decode(const dt_step *step) { return step->n == 1 && step->n_foll
 static void end_step(dt_step *step, double ms) {
     dt_session *s = step->session;
     const double evicted_before = s->stats.eviction_ms;
-    if (step->n_follow == 0 || s->params.prefill == DT_PREFILL_STREAMING) {
+    if (step->n_follow == 0 || s->streams) {
         (void)dt_session_evict(s, &step->error);
     }
     s->evicted_once = s->evicted_once || (step->error.code == DT_OK && step->n_follow == 0 && s->params.evict == DT_EVICT_ONCE);
+    if (step->error.code == DT_OK && step->n_follow == 0 && !is_decode(step)) {
+        dt_snapshot_take(s);
+    }
     *(is_decode(step) ? &s->stats.decode_tokens : &s->stats.prefill_tokens) += step->n;
     *(is_decode(step) ? &s->stats.decode_ms : &s->stats.prefill_ms) += ms + s->stats.eviction_ms - evicted_before;
     s->in_prompt = step->n_follow > 0;

@@ -27,10 +27,21 @@ bool dt_kernel_is_ggml(const char *kernel) {
 dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_params *params, const dt_budget *budgets) {
     const dt_hparams *hp = &model->decoder->hp;
     dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
+    bool may_move = true, evicts = false; /* past the context: every layer evicts or has a window, on the host */
+    for (int32_t i = 0; i < hp->n_layers; i++) {
+        may_move = may_move && !dt_kv_plan_is_elsewhere(model, params, i) && (budgets[i].policy != NULL || hp->window[i] > 0);
+        evicts = evicts || budgets[i].policy != NULL;
+    }
     for (int32_t i = 0; layers && i < hp->n_layers; i++) {
         layers[i].n_lanes = hp->n_kv_heads[i];
         layers[i].budget = budgets[i];
         layers[i].window = hp->window[i];
+        layers[i].keeps_origins = may_move && evicts;
+        layers[i].rope = (dt_kv_rope){
+            .n_pairs = hp->rope_base[i] == 0.0f ? 0 : hp->rope_dim / 2,
+            .halves = hp->arch->rope_style == DT_ROPE_NEOX,
+            .frequency = model->decoder->rope_frequencies + (size_t)i * (size_t)(hp->rope_dim / 2),
+        };
         dt_kv_format_init(&layers[i].format, params->kv_type, params->kv_type, hp->head_dim_k, hp->head_dim_v,
                           params->kv_block_tokens);
         if (dt_kv_plan_is_elsewhere(model, params, i)) {
@@ -193,7 +204,7 @@ static dt_status refuse(const plan *p, bool evicts, dt_error *error) {
 }
 
 dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_budget *budgets, int32_t *total_cache_size,
-                         dt_error *error) {
+                         uint64_t *most, dt_error *error) {
     const int32_t n_layers = model->info.n_layers;
     const dt_session_params asked = *params;
     dt_budget *configured = calloc((size_t)n_layers, sizeof *configured);
@@ -223,6 +234,7 @@ dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_bu
         status = dt_fail_memory(error, (size_t)n_layers * sizeof *configured, "the cache");
     }
     *total_cache_size = p.total;
+    *most = params->kv_memory > 0 ? DT_MIN(p.bytes, params->kv_memory) : p.bytes;
     free(configured);
     free(p.longest);
     return status;

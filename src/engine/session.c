@@ -3,7 +3,8 @@
  * runs eviction rounds between steps.
  *
  * Invariants: tokens[0, n_tokens) are exactly the tokens the cache was built from; between calls nothing in the cache
- * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back.
+ * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back, but by
+ * way of a snapshot (snapshot.c). Positions in the cache are those of the conversation until it passes the context (find_headroom).
  * A session and its forks count their cache's memory together, since they share blocks.
  */
 #include "engine/eviction_config.h"
@@ -14,7 +15,9 @@
 #include <string.h>
 
 #define DEFAULT_BATCH 512
-#define SCORE_BATCH 64 /* every row has logits there: [SCORE_BATCH][V] */
+#define DEFAULT_SNAPSHOTS 2 /* the last reply's beginning, and the one before, where a changed question begins */
+#define LEAST_CHUNK 32      /* tokens that a step can always take past the context; with room for fewer it is the end */
+#define SCORE_BATCH 64      /* every row has logits there: [SCORE_BATCH][V] */
 
 /* ---- life ---- */
 
@@ -29,6 +32,7 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
     p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DEFAULT_BATCH, p->n_ctx);
     p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : 256;
+    p->n_snapshots = p->n_snapshots == 0 && !p->group ? DEFAULT_SNAPSHOTS : DT_MIN(p->n_snapshots, DT_MAX_SNAPSHOTS);
     if (p->kv_block_tokens % DT_KV_GROUP != 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "a cache block of %d tokens is not a multiple of %d", p->kv_block_tokens,
                        DT_KV_GROUP);
@@ -58,19 +62,34 @@ static dt_status join_group(dt_session *s, dt_error *error) {
     return DT_OK;
 }
 
-/* Without sinks and memory slots, local_window keeps the newest tokens only: with streaming prefill no query is ever further from a
- * key than budget plus chunk, however long the conversation; nor is it in a layer with a sliding window. Then the trained context
- * does not limit it. */
-static bool keeps_distances_short(const dt_session *s, const dt_budget *budgets) {
-    bool is_short = s->params.prefill == DT_PREFILL_STREAMING;
-    for (int32_t i = 0; is_short && i < s->model->info.n_layers; i++) {
+int32_t dt_session_shift(const dt_session *s) { return dt_kv_shift(s->kv); }
+int32_t dt_session_next_position(const dt_session *s) { return s->n_tokens - dt_kv_shift(s->kv); }
+
+/* Where every layer evicts, or sees no more than a window, its tokens can always be moved together so that no query is farther from a
+ * key than the context is long, and the conversation may go on beyond it. Positions must then be free for a chunk, and for a repetition
+ * where scores need one. */
+static void find_headroom(dt_session *s, const dt_budget *budgets) {
+    int64_t kept = 0;
+    bool repeats = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         const dt_budget *b = &budgets[i];
-        const int32_t window = s->model->info.windows[i];
-        is_short = (window > 0 && window <= s->params.n_ctx) ||
-                   (b->policy == &dt_policy_local_window && b->sink_tokens == 0 && b->memory_slots == 0 &&
-                    b->max_cache_size + s->params.n_batch <= s->params.n_ctx);
+        const int64_t window = s->model->info.windows[i],
+                      max = b->policy != NULL ? (int64_t)b->max_cache_size + b->memory_slots : INT32_MAX;
+        const int64_t seen = window > 0 ? window + (b->policy != NULL ? b->sink_tokens : 0) : INT32_MAX;
+        kept = DT_MAX(kept, DT_MIN(seen, max));
+        repeats = repeats || (b->policy != NULL && b->policy->needs_peak);
     }
-    return is_short;
+    const int64_t room = s->params.n_ctx - kept;
+    const int64_t chunk = DT_MIN(repeats ? DT_MAX(room / 2, room - DT_REPEAT_CHUNK) : room, (int64_t)s->params.n_batch);
+    const bool may_move = s->params.evict == DT_EVICT_ALWAYS && dt_kv_layer(s->kv, 0)->keeps_origins &&
+                          chunk >= DT_MIN(LEAST_CHUNK, s->params.n_batch);
+    s->chunk = may_move ? (int32_t)chunk : s->params.n_batch;
+    s->headroom = may_move ? (int32_t)(chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0)) : 0;
+}
+
+void dt_session_set_limit(dt_session *s) {
+    s->max_tokens = s->headroom > 0 ? INT32_MAX - s->params.n_batch
+                                    : DT_MIN(s->params.n_ctx, INT32_MAX - dt_session_shift(s)) + dt_session_shift(s);
 }
 
 static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *error) {
@@ -121,13 +140,14 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
     s->weights = dt_score_weights_share(eviction ? eviction->weights : NULL);
     s->params.eviction = NULL; /* the caller may free it after this */
     drop_slots_elsewhere(s, budgets);
-    dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, error);
+    dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
     if (status == DT_OK) {
-        s->max_tokens = eviction && keeps_distances_short(s, budgets) ? INT32_MAX - s->params.n_batch : s->params.n_ctx;
         status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, budgets, error);
     }
     if (status == DT_OK) {
         status = dt_kv_set_budgets(s->kv, budgets, total, error);
+        find_headroom(s, budgets);
+        dt_session_set_limit(s);
     }
     for (int32_t i = 0; i < n_layers && status == DT_OK; i++) {
         const bool predicts = budgets[i].policy != NULL && budgets[i].policy->needs_weights;
@@ -146,6 +166,7 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
 static dt_status share_memory(dt_session *s, dt_shared_memory *with, dt_error *error) {
     if (with) {
         atomic_fetch_add(&with->references, 1);
+        with->memory.limit = (size_t)DT_MIN(s->params.kv_memory, (uint64_t)SIZE_MAX); /* not that of snapshots any more */
         s->kv_memory = with;
         return DT_OK;
     }
@@ -201,6 +222,7 @@ void dt_session_free(dt_session *session) {
     if (!session) {
         return;
     }
+    dt_snapshots_drop(session, 0);
     dt_kv_free(session->kv);
     if (session->kv_memory && atomic_fetch_sub(&session->kv_memory->references, 1) == 1) {
         free(session->kv_memory);
@@ -219,6 +241,26 @@ void dt_session_free(dt_session *session) {
 }
 
 /* ---- steps ---- */
+
+bool dt_session_makes_room(dt_session *s, dt_status status) { return status == DT_ERR_MEMORY && dt_snapshot_yield(s); }
+
+dt_status dt_session_grow(dt_session *s, int32_t n, dt_error *error) {
+    dt_status status;
+    do {
+        status = dt_kv_append(s->kv, dt_session_next_position(s), n, error);
+    } while (dt_session_makes_room(s, status));
+    return status;
+}
+
+dt_status dt_session_slide(dt_session *s, dt_error *error) {
+    int32_t whole_from = s->whole_from - dt_session_shift(s);
+    dt_status status;
+    do {
+        status = dt_kv_slide(s->kv, dt_session_next_position(s), &whole_from, error);
+    } while (dt_session_makes_room(s, status));
+    s->whole_from = whole_from + dt_session_shift(s);
+    return status;
+}
 
 dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *error) {
     const int32_t n = s->n_tokens + n_more;
@@ -313,7 +355,7 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
         const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));
         dt_sequence sequence = {.tokens = s->tokens + from,
                                 .n = n,
-                                .first_position = s->n_tokens,
+                                .first_position = dt_session_next_position(s),
                                 .n_outputs = 1,
                                 .observe_layer = s->observe_layer,
                                 .n_observed = n,
@@ -327,6 +369,24 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
             keep_peaks(s, from, from + n);
             s->peaks_until += n;
         }
+    }
+    return status;
+}
+
+dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
+    if (s->headroom == 0 || dt_session_next_position(s) + n <= s->params.n_ctx) {
+        return DT_OK;
+    }
+    const int32_t before = dt_session_shift(s);
+    dt_status status;
+    do {
+        status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
+    } while (dt_session_makes_room(s, status));
+    if (status == DT_OK && dt_session_shift(s) > before) {
+        s->whole_from = s->n_tokens;
+        dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
+               "session: after %d tokens the context of %d is nearly used up; those that were kept move together into its first %d",
+               s->n_tokens, s->params.n_ctx, dt_session_next_position(s));
     }
     return status;
 }
@@ -413,14 +473,17 @@ dt_status dt_session_evict(dt_session *s, dt_error *error) {
         status = observe_elsewhere(s, error);
     }
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
-        dt_round_result result;
-        status = dt_kv_round(s->kv, s->n_tokens, s->params.evict == DT_EVICT_ONCE, &result, error);
-        if (result.has_dropped) {
-            s->whole_from = s->n_tokens;
-        }
-        s->stats.eviction_rounds += result.n_rounds;
-        s->stats.evicted_tokens += result.n_evicted;
+        do {
+            dt_round_result result;
+            status = dt_kv_round(s->kv, dt_session_next_position(s), s->params.evict == DT_EVICT_ONCE, &result, error);
+            if (result.has_dropped) {
+                s->whole_from = s->n_tokens;
+            }
+            s->stats.eviction_rounds += result.n_rounds;
+            s->stats.evicted_tokens += result.n_evicted;
+        } while (dt_session_makes_room(s, status));
     }
+    status = status == DT_OK ? dt_session_close_up(s, s->headroom, error) : status;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
 }
@@ -441,6 +504,9 @@ int32_t dt_session_tokens_to_round(const dt_session *s) {
         const int64_t room = dt_kv_room(s->kv, i);
         most = room < most ? room + 1 : most;
     }
+    if (s->headroom > 0) {
+        most = DT_MIN(most, (int64_t)s->params.n_ctx - s->headroom - dt_session_next_position(s) + 1);
+    }
     return (int32_t)DT_MIN(DT_MAX(most, 1), (int64_t)INT32_MAX);
 }
 
@@ -452,7 +518,7 @@ dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, cons
     }
     dt_sequence sequence = {.tokens = tokens,
                             .n = n,
-                            .first_position = s->n_tokens,
+                            .first_position = dt_session_next_position(s),
                             .n_outputs = n,
                             .observe_layer = dt_session_choose_observed(s, n, 0) ? s->observe_layer : NULL,
                             .n_observed = n,
@@ -496,7 +562,7 @@ dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilit
     s->stats.draft_accepted += DT_MAX(n_keep - 1, 0);
     s->stats.decode_tokens += n_keep;
     s->n_draft = 0;
-    dt_status status = dt_kv_slide(s->kv, s->n_tokens, &s->whole_from, error);
+    dt_status status = dt_session_slide(s, error);
     if (status == DT_OK && n_keep > 0) {
         status = dt_session_set_logits(s, s->draft_logits + (size_t)(n_keep - 1) * (size_t)s->model->info.n_vocab, error);
     }
@@ -563,30 +629,44 @@ static size_t common_prefix(const dt_session *s, const int32_t *tokens, size_t n
     return same;
 }
 
-/* Takes the session back to its first `position` tokens, or empties it when that part is no longer whole. */
-static dt_status rewind_to(dt_session *s, size_t position, dt_sync_result *result, dt_error *error) {
+/* Takes the session back to its first `position` tokens, or to fewer: to a snapshot, or to nothing, when that part is no longer
+ * whole. */
+static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *result, dt_error *error) {
+    const int32_t n_before = s->n_tokens, whole_from = s->whole_from;
     s->logits = NULL;
-    if (position >= (size_t)s->whole_from) {
-        const dt_status status = dt_kv_truncate(s->kv, (int32_t)position, error);
-        if (status == DT_OK) {
-            dt_log(s->is_draft ? DT_LOG_DEBUG : DT_LOG_INFO, "session: rewound to token %zu of %d, %zu tokens reused", position,
-                   s->n_tokens, position);
-            s->n_tokens = (int32_t)position;
-            s->peaks_until = DT_MIN(s->peaks_until, s->n_tokens);
-            result->how = DT_SYNC_REWOUND;
-        }
-        return status;
+    result->how = DT_SYNC_REWOUND;
+    const bool restored = position < s->whole_from && dt_snapshot_restore(s, position);
+    if (position < s->whole_from && !restored) {
+        dt_log(
+            DT_LOG_INFO,
+            "session: rebuilt, 0 tokens reused: the conversation changed at token %d, before token %d, up to which the cache is no "
+            "longer whole",
+            position, whole_from);
+        dt_snapshots_drop(s, 0);
+        dt_kv_clear(s->kv);
+        s->n_tokens = 0;
+        s->whole_from = 0;
+        s->peaks_until = 0;
+        s->evicted_once = false;
+        dt_session_set_limit(s);
+        result->how = DT_SYNC_REBUILT;
+        return DT_OK;
     }
-    dt_log(DT_LOG_INFO,
-           "session: rebuilt, 0 tokens reused: the conversation changed at token %zu, before token %d, up to which the cache is no "
-           "longer whole",
-           position, s->whole_from);
-    dt_kv_clear(s->kv);
-    s->n_tokens = 0;
-    s->whole_from = 0;
-    s->peaks_until = 0;
-    s->evicted_once = false;
-    result->how = DT_SYNC_REBUILT;
+    if (position < s->n_tokens) {
+        dt_status status;
+        do {
+            status = dt_kv_truncate(s->kv, position - dt_session_shift(s), error);
+        } while (dt_session_makes_room(s, status));
+        if (status != DT_OK) {
+            return status;
+        }
+        s->n_tokens = position;
+        s->logits = NULL;
+        s->peaks_until = DT_MIN(s->peaks_until, s->n_tokens);
+        dt_snapshots_drop(s, position);
+    }
+    dt_log(s->is_draft ? DT_LOG_DEBUG : DT_LOG_INFO, "session: rewound to token %d of %d%s, %d tokens reused", s->n_tokens,
+           n_before, restored ? " by a snapshot" : "", s->n_tokens);
     return DT_OK;
 }
 
@@ -594,9 +674,9 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     dt_status status = DT_OK;
     while (status == DT_OK && (size_t)s->n_tokens < n) {
         const size_t left = n - (size_t)s->n_tokens;
-        const int32_t chunk = (int32_t)DT_MIN(left, (size_t)s->params.n_batch);
+        const int32_t chunk = (int32_t)DT_MIN(left, (size_t)(s->streams ? s->chunk : s->params.n_batch));
         status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, NULL, error);
-        if (status == DT_OK && (s->params.prefill == DT_PREFILL_STREAMING || (size_t)s->n_tokens == n)) {
+        if (status == DT_OK && (s->streams || (size_t)s->n_tokens == n)) {
             status = dt_session_evict(s, error);
         }
         s->progress_done += status == DT_OK ? chunk : 0;
@@ -635,17 +715,32 @@ dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n,
             n, s->max_tokens, s->model->info.n_ctx_train);
     }
     size_t keep = common_prefix(s, tokens, n);
-    if (keep == n && (keep < (size_t)s->n_tokens || !s->logits)) {
-        keep = n - 1; /* the last token's logits have to be computed again */
+    bool back = keep < (size_t)s->n_tokens;
+    if (keep == n && (back || !s->logits)) { /* the last token's logits have to be computed again, if no snapshot has them */
+        const bool has_them = n - 1 < (size_t)s->whole_from && dt_snapshot_at(s, (int32_t)n);
+        keep = has_them ? n : n - 1;
+        back = true;
     }
     dt_status status = DT_OK;
-    if (keep < (size_t)s->n_tokens) {
-        status = rewind_to(s, keep, result, error);
+    if (back) {
+        status = rewind_to(s, (int32_t)keep, result, error);
     } else if (keep < n) {
         result->how = DT_SYNC_EXTENDED;
         dt_log(DT_LOG_DEBUG, "session: extended by %zu tokens, %zu reused", n - keep, keep);
     }
     result->reused_tokens = s->n_tokens;
+    return status;
+}
+
+dt_status dt_session_begin_reading(dt_session *s, int64_t n, dt_error *error) {
+    s->streams = s->params.prefill == DT_PREFILL_STREAMING;
+    const dt_status status = s->streams ? DT_OK : dt_session_close_up(s, n, error);
+    if (status == DT_OK && !s->streams && s->headroom > 0 && dt_session_next_position(s) + n > s->params.n_ctx) {
+        dt_log(DT_LOG_INFO,
+               "session: %lld tokens are too many for the context of %d at once; they are read as with --prefill streaming",
+               (long long)n, s->params.n_ctx);
+        s->streams = true;
+    }
     return status;
 }
 
@@ -665,10 +760,14 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
     s->progress_total = (int64_t)n - s->n_tokens;
     s->progress_last_us = start;
     s->group->syncing = s;
-    status = prefill(s, tokens, n, error);
+    status = dt_session_begin_reading(s, s->progress_total, error);
+    status = status == DT_OK ? prefill(s, tokens, n, error) : status;
     s->evicted_once = s->evicted_once || (status == DT_OK && s->params.evict == DT_EVICT_ONCE);
     s->group->syncing = NULL;
     s->progress = NULL;
+    if (status == DT_OK && result->how != DT_SYNC_NOTHING) {
+        dt_snapshot_take(s);
+    }
     result->computed_tokens = s->n_tokens - result->reused_tokens;
     result->prefill_ms = (double)(dt_clock_us() - start) / 1000.0;
     s->stats.prefill_tokens += result->computed_tokens;
@@ -698,7 +797,8 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
         return dt_fail(error, DT_ERR_LIMIT, "%zu more tokens after %d don't fit into a context of %d (-c)", n, s->n_tokens,
                        s->max_tokens);
     }
-    const size_t n_vocab = (size_t)s->model->info.n_vocab, most = may_evict(s) ? 1 : SCORE_BATCH;
+    const size_t n_vocab = (size_t)s->model->info.n_vocab;
+    const size_t most = may_evict(s) ? 1 : (size_t)DT_MIN(s->chunk, SCORE_BATCH);
     dt_status status = DT_OK;
     for (size_t done = 0; status == DT_OK && done < n;) {
         const int32_t chunk = (int32_t)DT_MIN(n - done, most);
@@ -726,17 +826,17 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     uint64_t state = 1;
     dt_status status = DT_OK;
     while (status == DT_OK && s->n_tokens < n) {
-        const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)s->params.n_batch);
+        const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)(n > s->params.n_ctx ? s->chunk : s->params.n_batch));
         status = dt_session_reserve_tokens(s, chunk, error);
         if (status == DT_OK) {
             status = dt_graph_settle(s->group->graph, s->kv, error);
         }
         if (status == DT_OK) {
-            status = dt_kv_append(s->kv, s->n_tokens, chunk, error);
+            status = dt_session_grow(s, chunk, error);
         }
         for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
             for (int32_t lane = 0; status == DT_OK && lane < info->n_kv_heads[i]; lane++) {
-                if (!dt_kv_fill_uncommitted(s->kv, i, lane, s->n_tokens, &state)) {
+                if (!dt_kv_fill_uncommitted(s->kv, i, lane, dt_session_next_position(s), &state)) {
                     status = dt_fail(error, DT_ERR_MEMORY, "the device does not take %d random tokens", chunk);
                 }
             }
@@ -747,7 +847,7 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
                 s->tokens[s->n_tokens + i] = (s->n_tokens + i) % info->n_vocab;
             }
             s->n_tokens += chunk;
-            if (s->params.prefill == DT_PREFILL_STREAMING || s->n_tokens == n) {
+            if (s->params.prefill == DT_PREFILL_STREAMING || n > s->params.n_ctx || s->n_tokens == n) {
                 status = dt_session_evict(s, error);
             }
         }
@@ -786,7 +886,7 @@ void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     out->n_tokens = session->n_tokens;
     out->n_ctx = session->max_tokens;
     out->n_threads = session->group->n_threads;
-    out->n_batch = session->params.n_batch;
+    out->n_batch = session->chunk;
     out->kv_bytes = dt_kv_bytes(session->kv);
     out->kv_bytes_peak = atomic_load(&session->kv_memory->memory.bytes_peak);
     out->kv_bytes_full = dt_kv_bytes_for(session->kv, session->n_tokens);
@@ -851,7 +951,7 @@ static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_
         free(positions);
         return dt_fail_memory(error, n * (sizeof *entries + sizeof *positions), "the positions");
     }
-    dt_kv_positions(session->kv, layer, kv_head, positions);
+    dt_kv_origins(session->kv, layer, kv_head, positions);
     size_t n_tokens = 0;
     for (size_t i = 0; i < n; i++) {
         if (!dt_is_slot(positions[i])) {

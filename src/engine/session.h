@@ -16,6 +16,15 @@ typedef struct dt_shared_memory {
     atomic_int references;
 } dt_shared_memory;
 
+#define DT_MAX_SNAPSHOTS 16
+
+/* A state of the session that it can go back to (snapshot.c). */
+typedef struct dt_snapshot {
+    dt_kv *kv;
+    float *logits; /* [V] */
+    int32_t n_tokens, whole_from, peaks_until;
+} dt_snapshot;
+
 struct dt_session {
     const dt_model *model;
     dt_session_params params; /* with defaults filled in */
@@ -26,12 +35,18 @@ struct dt_session {
     int32_t *tokens; /* [token_capacity], grows */
     int32_t n_tokens, token_capacity;
     int32_t max_tokens;  /* longest conversation */
+    int32_t headroom;    /* > 0: the conversation may pass the context; positions that are free after every step */
+    int32_t chunk;       /* of them: for a step */
+    bool streams;        /* the text that is being read is evicted from chunk by chunk */
     int32_t whole_from;  /* a rewind to at least this position is possible */
     bool evicted_once;   /* DT_EVICT_ONCE has had its turn */
     int32_t peaks_until; /* tokens before that have been repeated (reconstruct), or foretold (predict) */
     const float *logits; /* after the last token; NULL when not computed */
     float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
-    void *note;        /* the application's, saved with the session */
+    dt_snapshot snapshots[DT_MAX_SNAPSHOTS]; /* [n_snapshots], oldest and shortest first */
+    int32_t n_snapshots;
+    uint64_t kv_most; /* what the cache was said to take at most */
+    void *note;       /* the application's, saved with the session */
     size_t note_bytes;
     dt_score_weights *weights; /* that the budgets refer to, or NULL */
     bool *observe_layer;       /* [L] */
@@ -49,6 +64,22 @@ struct dt_session {
     int64_t progress_done, progress_total, progress_last_us;
 };
 
+/* Sets max_tokens anew after the cache was exchanged or emptied. */
+void dt_session_set_limit(dt_session *session);
+/* By how much positions in the cache are behind indices in the conversation, and that of the next token. */
+int32_t dt_session_shift(const dt_session *session);
+int32_t dt_session_next_position(const dt_session *session);
+/* After a failure: true when a snapshot made room and it is worth another try. */
+bool dt_session_makes_room(dt_session *session, dt_status status);
+/* Adds n uncommitted entries to the cache. */
+dt_status dt_session_grow(dt_session *session, int32_t n, dt_error *error);
+/* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk by
+ * chunk (streams). */
+dt_status dt_session_begin_reading(dt_session *session, int64_t n, dt_error *error);
+/* Drops what sliding windows have passed, after tokens were committed. */
+dt_status dt_session_slide(dt_session *session, dt_error *error);
+/* Makes room for n more positions in the context, where the conversation may pass it: what was kept moves together. */
+dt_status dt_session_close_up(dt_session *session, int64_t n, dt_error *error);
 /* How the keys and values of a layer look to score predict. */
 dt_predict_shape dt_session_predict_shape(const dt_model *model);
 /* Room for n_more tokens behind the ones there are. */
@@ -64,6 +95,19 @@ bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_mor
 /* What is due after a step: repetition where scores come from it, then a round. */
 dt_status dt_session_evict(dt_session *session, dt_error *error);
 
+/* ---- snapshots ---- */
+
+/* Keeps the session's state to go back to; where that is of no use, or there is no room, it does nothing. */
+void dt_snapshot_take(dt_session *session);
+/* Gives up the oldest to make room; false when there is none. */
+bool dt_snapshot_yield(dt_session *session);
+/* Gives up those of more than n_tokens tokens; 0 = all. */
+void dt_snapshots_drop(dt_session *session, int32_t n_tokens);
+/* Makes the session what it was in the longest snapshot from which the first n_tokens can be had: it is no longer than that, or can
+ * still be rewound to it. Gives up that one and the longer ones. False, with nothing changed, when there is none. */
+bool dt_snapshot_restore(dt_session *session, int32_t n_tokens);
+/* Whether there is one of exactly n_tokens. */
+bool dt_snapshot_at(const dt_session *session, int32_t n_tokens);
 /* Remembers what the query at a position counts for in scores. */
 void dt_session_note_weight(dt_session *session, int32_t position, float weight);
 /* Whether the cache has the form that files have. */

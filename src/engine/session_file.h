@@ -11,8 +11,8 @@
 #include <stdint.h>
 
 #define DT_SESSION_MAGIC "DTSESS\r\n" /* 8 bytes; a transfer as text would break it */
-#define DT_SESSION_VERSION 2u         /* what is written */
-#define DT_SESSION_VERSION_READ 1u    /* the oldest that is read: the same, but without memory slots */
+#define DT_SESSION_VERSION 3u         /* what is written */
+#define DT_SESSION_VERSION_READ 1u    /* the oldest that is read: it has no memory slots; version 2 no shift and origins */
 
 typedef struct dt_session_header {
     char magic[8];
@@ -20,10 +20,11 @@ typedef struct dt_session_header {
     uint64_t file_bytes, fingerprint;
     uint32_t n_layers, n_vocab, dim_k, dim_v, type_k, type_v; /* types: 1 = F16, 2 = INT8 */
     uint32_t n_tokens, whole_from;
-    int32_t newest_dropped; /* -1 = none */
-    uint32_t peaks_until;   /* tokens before that have been repeated (score reconstruct) */
-    char model_name[40];    /* for messages, zero-padded, perhaps cut */
-    uint64_t checksum;      /* of all before it */
+    int32_t newest_dropped;   /* -1 = none */
+    uint32_t peaks_until;     /* tokens before that have been repeated (score reconstruct) */
+    char model_name[32];      /* for messages, zero-padded, perhaps cut; before version 3, 40 bytes */
+    uint32_t shift, reserved; /* positions count from there: the next token's is n_tokens - shift; reserved 0 */
+    uint64_t checksum;        /* of all before it */
 } dt_session_header;
 _Static_assert(sizeof(dt_session_header) == 120, "no padding");
 
@@ -41,6 +42,7 @@ typedef struct dt_session_lane { /* what a LANE's payload begins with; columns o
 #define DT_SESSION_LANE_MASS 1u /* the columns recent_mass, total_mass, value_norm are there */
 #define DT_SESSION_LANE_BIAS 2u
 #define DT_SESSION_LANE_PEAK 4u
+#define DT_SESSION_LANE_ORIGINS 8u
 
 typedef struct dt_session_sampler {
     uint32_t seed, reserved;

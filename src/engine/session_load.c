@@ -75,6 +75,9 @@ static dt_status read_header(reader *r) {
     if (h->checksum != dt_hash_of(h, offsetof(dt_session_header, checksum)) || h->header_bytes != sizeof *h) {
         return damaged(r, "the header's checksum does not fit");
     }
+    if (h->version < 3) {
+        h->shift = h->reserved = 0; /* the name was longer */
+    }
     if (r->n_bytes < h->file_bytes) {
         return cut_short(r, h->file_bytes);
     }
@@ -99,12 +102,15 @@ static dt_status check_header(const reader *r) {
         return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds keys and values as %s, and this run's cache is %s; give --kv-type %s",
                        r->path, type_name(h->type_k), type_name(type_k), type_name(h->type_k));
     }
-    if (h->n_tokens > (uint32_t)s->max_tokens) {
+    if (h->shift > h->n_tokens || (h->shift > 0 && h->whole_from < h->shift) || h->reserved != 0) {
+        return damaged(r, "its header contradicts itself");
+    }
+    if (s->headroom > 0 ? h->n_tokens > (uint32_t)s->max_tokens : h->n_tokens - h->shift > (uint32_t)s->params.n_ctx) {
         return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds a conversation of %u tokens, longer than the context of %d (-c)",
-                       r->path, h->n_tokens, s->max_tokens);
+                       r->path, h->n_tokens, s->params.n_ctx);
     }
     if (h->whole_from > h->n_tokens || h->peaks_until > h->n_tokens || h->newest_dropped < -1 ||
-        h->newest_dropped >= (int32_t)DT_MAX(h->n_tokens, 1u)) {
+        h->newest_dropped >= (int32_t)DT_MAX(h->n_tokens - h->shift, 1u)) {
         return damaged(r, "its header contradicts itself");
     }
     return DT_OK;
@@ -210,14 +216,17 @@ static dt_status read_columns(reader *r, dt_kv *kv, int32_t layer, int32_t lane,
     for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
         const bool is_mass = c == DT_KV_RECENT_MASS || c == DT_KV_TOTAL_MASS || c == DT_KV_VALUE_NORM;
         const bool is_bias = c == DT_KV_BIAS, is_peak = c == DT_KV_PEAK_MASS;
-        if ((is_mass && !has_mass) || (is_peak && !has_peak) || (is_bias && (head->flags & DT_SESSION_LANE_BIAS) == 0)) {
+        const bool is_origin = c == DT_KV_ORIGINS;
+        if ((is_origin && (head->flags & DT_SESSION_LANE_ORIGINS) == 0) || (is_mass && !has_mass) || (is_peak && !has_peak) ||
+            (is_bias && (head->flags & DT_SESSION_LANE_BIAS) == 0)) {
             continue;
         }
         const uint64_t bytes = (uint64_t)head->n_entries * dt_kv_column_bytes(format, (dt_kv_column)c);
         if (bytes > n_bytes - at) {
             return damaged(r, "a lane is too short");
         }
-        const bool unwanted = (is_mass && !wants_mass) || (is_peak && !wants_peak);
+        const bool unwanted =
+            (is_origin && !dt_kv_layer(kv, layer)->keeps_origins) || (is_mass && !wants_mass) || (is_peak && !wants_peak);
         if (bytes > 0 && !unwanted && !dt_kv_put_column(kv, layer, lane, (dt_kv_column)c, payload + at)) {
             return damaged(r, "a key or a value is not a number");
         }
@@ -249,7 +258,7 @@ static dt_status read_lane(reader *r, dt_kv *kv, int32_t layer, int32_t lane) {
     }
     memcpy(&head, payload, sizeof head);
     if (head.n_entries > r->header.n_tokens ||
-        (head.flags & ~(DT_SESSION_LANE_MASS | DT_SESSION_LANE_BIAS | DT_SESSION_LANE_PEAK)) != 0) {
+        (head.flags & ~(DT_SESSION_LANE_MASS | DT_SESSION_LANE_BIAS | DT_SESSION_LANE_PEAK | DT_SESSION_LANE_ORIGINS)) != 0) {
         return damaged(r, "a lane has more entries than there are tokens");
     }
     status = dt_kv_restore_lane(kv, layer, lane, (int32_t)head.n_entries, (head.flags & DT_SESSION_LANE_BIAS) != 0, r->error);
@@ -273,7 +282,8 @@ static dt_status read_lanes(reader *r, loaded *l) {
         status = damaged(r, "there are bytes behind its end");
     }
     if (status == DT_OK) {
-        dt_kv_restore_end(l->kv, (int32_t)r->header.n_tokens, r->header.newest_dropped);
+        dt_kv_restore_end(l->kv, (int32_t)(r->header.n_tokens - r->header.shift), r->header.newest_dropped,
+                          (int32_t)r->header.shift);
         dt_error found = {0};
         if (dt_kv_check(l->kv, &found) == DT_ERR_INTERNAL) { /* a bad position or score */
             found.message[200] = 0;
@@ -319,12 +329,14 @@ static dt_status take_over(dt_session *s, reader *r, loaded *l, dt_sampler *samp
     if (n_tokens > 0) {
         memcpy(s->tokens, l->tokens, (size_t)n_tokens * sizeof *s->tokens);
     }
+    dt_snapshots_drop(s, 0);
     free(s->own_logits);
     free(s->note);
     dt_kv_free(s->kv);
     s->kv = l->kv;
     l->kv = NULL;
     s->n_tokens = n_tokens;
+    dt_session_set_limit(s);
     s->whole_from = (int32_t)r->header.whole_from;
     /* what is still whole can be repeated; of the rest nothing is known */
     const bool whole = r->header.newest_dropped < 0;

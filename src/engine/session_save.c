@@ -57,6 +57,8 @@ static bool has_column(const dt_kv_lane_view *view, dt_kv_column column) {
         return view->recent_mass != NULL;
     case DT_KV_PEAK_MASS:
         return view->peak_mass != NULL;
+    case DT_KV_ORIGINS:
+        return view->origin != NULL;
     case DT_KV_BIAS:
         return view->bias != NULL;
     default:
@@ -76,10 +78,10 @@ static void put_lane(writer *w, const dt_kv *kv, int32_t layer, int32_t lane, vo
     const dt_kv_format *format = &dt_kv_layer(kv, layer)->format;
     dt_kv_lane_view view;
     dt_kv_lane(kv, layer, lane, &view);
-    const dt_session_lane head = {.n_entries = (uint32_t)view.n_entries,
-                                  .flags = (view.recent_mass != NULL ? DT_SESSION_LANE_MASS : 0) |
-                                           (view.peak_mass != NULL ? DT_SESSION_LANE_PEAK : 0) |
-                                           (view.bias != NULL ? DT_SESSION_LANE_BIAS : 0)};
+    const dt_session_lane head = {
+        .n_entries = (uint32_t)view.n_entries,
+        .flags = (view.recent_mass != NULL ? DT_SESSION_LANE_MASS : 0) | (view.peak_mass != NULL ? DT_SESSION_LANE_PEAK : 0) |
+                 (view.bias != NULL ? DT_SESSION_LANE_BIAS : 0) | (view.origin != NULL ? DT_SESSION_LANE_ORIGINS : 0)};
     begin_section(w, "LANE", layer, lane, lane_bytes(format, &view));
     put(w, &head, sizeof head);
     for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
@@ -111,7 +113,8 @@ static dt_session_header make_header(const dt_session *s) {
                            .n_tokens = (uint32_t)s->n_tokens,
                            .whole_from = (uint32_t)s->whole_from,
                            .newest_dropped = dt_kv_newest_dropped(s->kv),
-                           .peaks_until = (uint32_t)s->peaks_until};
+                           .peaks_until = (uint32_t)s->peaks_until,
+                           .shift = (uint32_t)dt_kv_shift(s->kv)};
     memcpy(h.magic, DT_SESSION_MAGIC, sizeof h.magic);
     memcpy(h.model_name, info->name, DT_MIN(strlen(info->name), sizeof h.model_name - 1));
     return h;
@@ -193,7 +196,8 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
         for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
             const bool optional = c == DT_KV_RECENT_MASS || c == DT_KV_TOTAL_MASS || c == DT_KV_VALUE_NORM;
             const bool unneeded = (optional && !dt_kv_layer_needs_mass(session->kv, layer)) ||
-                                  (c == DT_KV_PEAK_MASS && !dt_kv_layer_needs_peak(session->kv, layer));
+                                  (c == DT_KV_PEAK_MASS && !dt_kv_layer_needs_peak(session->kv, layer)) ||
+                                  (c == DT_KV_ORIGINS && !params->keeps_origins);
             if ((c != DT_KV_BIAS || params->budget.memory_slots > 0) && !unneeded) {
                 entry_bytes += dt_kv_column_bytes(&params->format, (dt_kv_column)c);
             }

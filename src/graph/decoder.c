@@ -164,6 +164,28 @@ static uint64_t step_bytes(const dt_hparams *hp, const dt_weight_request *reques
     }
 }
 
+static dt_status compute_rope(dt_decoder *d, dt_error *error) {
+    const size_t n_pairs = (size_t)d->hp.rope_dim / 2, n = n_pairs * (size_t)d->hp.n_layers;
+    d->rope_frequencies = calloc(DT_MAX(n, 1), sizeof *d->rope_frequencies);
+    float *factors = calloc(DT_MAX(n_pairs, 1), sizeof *factors);
+    if (!d->rope_frequencies || !factors) {
+        free(factors);
+        return dt_fail_memory(error, n * sizeof *d->rope_frequencies, "the model");
+    }
+    struct ggml_tensor *given = NULL; /* the same on every device */
+    for (int32_t i = 0; i < DT_MAX_DEVICES; i++) {
+        given = d->rope_factors[i] ? d->rope_factors[i] : given;
+    }
+    if (given) {
+        ggml_backend_tensor_get(given, factors, 0, n_pairs * sizeof *factors);
+    }
+    for (int32_t i = 0; i < d->hp.n_layers; i++) {
+        dt_rope_frequencies(&d->hp, i, given ? factors : NULL, d->rope_frequencies + (size_t)i * n_pairs);
+    }
+    free(factors);
+    return DT_OK;
+}
+
 dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt_decoder **out, dt_error *error) {
     dt_decoder *d = calloc(1, sizeof *d);
     if (!d) {
@@ -196,6 +218,9 @@ dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt
         }
         status = dt_weights_load(gguf, d->devices[0], params, list.items, list.n, &d->weights, error);
     }
+    if (status == DT_OK) {
+        status = compute_rope(d, error);
+    }
     for (int32_t i = 0; status == DT_OK && i < list.n; i++) {
         d->step_bytes += step_bytes(&d->hp, &list.items[i]);
     }
@@ -214,6 +239,7 @@ void dt_decoder_free(dt_decoder *decoder) {
     }
     dt_weights_free(decoder->weights);
     free(decoder->layers);
+    free(decoder->rope_frequencies);
     free(decoder->layer_device);
     free(decoder);
 }

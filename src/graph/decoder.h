@@ -44,12 +44,15 @@ typedef struct dt_decoder {
     struct ggml_tensor *output_bias;                  /* [V] or NULL */
     struct ggml_tensor *rope_factors[DT_MAX_DEVICES]; /* [rope_dim/2] or NULL */
     dt_layer_weights *layers;                         /* [L] */
+    double *rope_frequencies;                         /* [L][rope_dim/2] radians per position; 0 in layers that are not rotated */
     uint64_t step_bytes;
 } dt_decoder;
 
 /* Reads hyperparameters, shares the layers out between the devices asked for, then loads the weights there. */
 dt_status dt_decoder_load(const dt_gguf *gguf, const dt_model_params *params, dt_decoder **out, dt_error *error);
 void dt_decoder_free(dt_decoder *decoder);
+/* How far ggml's rotation turns each pair of a layer's dimensions per position: out[rope_dim/2]. factors[rope_dim/2] or NULL. */
+void dt_rope_frequencies(const dt_hparams *hp, int32_t layer, const float *factors, double *out);
 /* Bytes of the matrices that one token's computation reads (of experts: of those that one token uses), in the file's layout. */
 uint64_t dt_decoder_step_bytes(const dt_decoder *decoder);
 

@@ -86,7 +86,8 @@ static size_t row_floats(const dt_kv_layer_state *layer, int32_t capacity_blocks
 }
 
 size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias) {
-    const size_t n_rows = (layer->has_mass ? 3u : 0u) + (layer->has_peak ? 1u : 0u) + (has_bias ? 1u : 0u);
+    const size_t n_rows =
+        (layer->has_mass ? 3u : 0u) + (layer->has_peak ? 1u : 0u) + (has_bias ? 1u : 0u) + (layer->params.keeps_origins ? 1u : 0u);
     return DT_ROUND_UP((size_t)capacity_blocks * sizeof(dt_kv_span), (size_t)64) +
            n_rows * row_floats(layer, capacity_blocks) * sizeof(float);
 }
@@ -118,8 +119,15 @@ static bool lane_resize(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_st
         next.peak_mass = row;
         row += stride;
     }
+    if (layer->params.keeps_origins) {
+        next.origin = (int32_t *)(void *)row;
+        row += stride;
+    }
     next.bias = has_bias ? row : NULL;
     if (row_bytes > 0) {
+        if (layer->params.keeps_origins) {
+            memcpy(next.origin, lane->origin, row_bytes);
+        }
         if (layer->has_mass) {
             memcpy(next.recent_mass, lane->recent_mass, row_bytes);
             memcpy(next.total_mass, lane->total_mass, row_bytes);
@@ -188,6 +196,9 @@ static void entry_move(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_sta
     }
     if (lane->bias != NULL) {
         lane->bias[to] = lane->bias[from];
+    }
+    if (lane->origin != NULL) {
+        lane->origin[to] = lane->origin[from];
     }
 }
 
@@ -354,7 +365,7 @@ void dt_kv_clear(dt_kv *kv) {
     kv->scratch = NULL;
     kv->scratch_bytes = 0;
     kv->n_uncommitted = 0;
-    kv->next_position = 0;
+    kv->next_position = kv->shift = 0;
     kv->newest_dropped = -1;
 }
 
@@ -436,6 +447,7 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     fork->n_uncommitted = kv->n_uncommitted;
     fork->next_position = kv->next_position;
     fork->newest_dropped = kv->newest_dropped;
+    fork->shift = kv->shift;
     *out = fork;
     return DT_OK;
 }
@@ -480,13 +492,16 @@ static bool lane_reserve(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_s
     return true;
 }
 
-static void lane_extend(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t first_position, int32_t n) {
+static void lane_extend(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t first_position, int32_t shift, int32_t n) {
     const dt_kv_format *f = &layer->params.format;
     for (int32_t i = 0; i < n; i++) {
         const int32_t entry = lane->n_entries + i;
         dt_kv_span *span = &lane->spans[entry / f->block_tokens];
         dt_kv_position(f, span->block)[entry % f->block_tokens] = first_position + i;
         span->n = entry % f->block_tokens + 1;
+        if (lane->origin != NULL) {
+            lane->origin[entry] = first_position + shift + i;
+        }
     }
     const size_t bytes = (size_t)n * sizeof(float);
     if (layer->has_mass) {
@@ -537,7 +552,7 @@ static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, d
 }
 
 dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error) {
-    if (n < 0 || first_position < 0 || first_position > INT32_MAX - n) {
+    if (n < 0 || first_position < 0 || first_position > INT32_MAX - kv->shift - n) {
         return dt_fail(error, DT_ERR_LIMIT, "%d tokens from position %d on do not fit: positions go from 0 to %d", n,
                        first_position, INT32_MAX - 1);
     }
@@ -556,7 +571,7 @@ dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *e
     }
     for (int32_t i = 0; i < kv->n_layers && n > 0; i++) {
         for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++) {
-            lane_extend(&kv->layers[i], &kv->layers[i].lanes[j], first_position, n);
+            lane_extend(&kv->layers[i], &kv->layers[i].lanes[j], first_position, kv->shift, n);
         }
     }
     kv->n_uncommitted += n;
@@ -572,15 +587,16 @@ dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer_index, int32_t lane_index,
     }
     bool done = lane_reserve(kv, layer, lane, n);
     if (done && n > 0) {
-        lane_extend(layer, lane, 0, n);
+        lane_extend(layer, lane, 0, 0, n);
         done = !has_bias || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
     }
     return done ? DT_OK : fail_growing(kv, layer, error);
 }
 
-void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped) {
+void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped, int32_t shift) {
     kv->next_position = next_position;
     kv->newest_dropped = newest_dropped;
+    kv->shift = shift;
 }
 
 int32_t dt_kv_newest_dropped(const dt_kv *kv) { return kv->newest_dropped; }
@@ -713,6 +729,7 @@ void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_lane_v
         .value_norm = lane->value_norm,
         .peak_mass = lane->peak_mass,
         .bias = lane->bias,
+        .origin = lane->origin,
     };
 }
 
@@ -740,6 +757,21 @@ void dt_kv_positions(const dt_kv *kv, int32_t layer_index, int32_t lane_index, i
         positions += span->n;
     }
 }
+
+void dt_kv_origins(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t *origins) {
+    const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
+    if (lane->origin != NULL) {
+        const dt_kv_format *f = &kv->layers[layer].params.format;
+        for (int32_t i = 0; i < lane->n_entries; i++) {
+            const int32_t position = entry_position(f, lane, i);
+            origins[i] = dt_is_slot(position) ? position : lane->origin[i];
+        }
+    } else {
+        dt_kv_positions(kv, layer, lane_index, origins);
+    }
+}
+
+int32_t dt_kv_shift(const dt_kv *kv) { return kv->shift; }
 
 int32_t dt_kv_length(const dt_kv *kv, int32_t layer_index) {
     const dt_kv_layer_state *layer = &kv->layers[layer_index];

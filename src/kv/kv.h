@@ -24,6 +24,13 @@
 
 typedef struct dt_kv dt_kv;
 
+/* How a layer's keys are rotated: pair i, dimensions 2i and 2i + 1 or (halves) i and i + n_pairs, by frequency[i] radians per position. */
+typedef struct dt_kv_rope {
+    int32_t n_pairs; /* 0: not rotated */
+    bool halves;
+    const double *frequency; /* [n_pairs], outlives the cache */
+} dt_kv_rope;
+
 /* Where keys and values lie that are not in blocks: what a cache tells it. One implementation: graph/device_cache.c. */
 typedef struct dt_kv_home dt_kv_home;
 typedef struct dt_kv_home_ops {
@@ -50,6 +57,8 @@ typedef struct dt_kv_layer_params {
     dt_kv_format format;
     dt_budget budget;
     int32_t window; /* 0 = none; else a query at position p sees only positions > p - window */
+    dt_kv_rope rope;
+    bool keeps_origins; /* entries know their token's index in the conversation also when their position changes (close_up.c) */
 } dt_kv_layer_params;
 
 /* layers[n_layers] is copied. memory must outlive the cache. */
@@ -90,6 +99,7 @@ typedef struct dt_kv_lane_view {
     int32_t n_slots;                                          /* of the entries: memory slots, whose positions are negative */
     float *recent_mass, *total_mass, *value_norm, *peak_mass; /* [n_entries] or NULL */
     const float *bias;                                        /* [n_entries] or NULL = all zero */
+    const int32_t *origin;                                    /* [n_entries] or NULL = not kept */
 } dt_kv_lane_view;
 
 void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_lane_view *out);
@@ -97,6 +107,8 @@ void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_lane_view *o
 dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry, float bias, dt_error *error);
 /* positions[n_entries] of a lane, in entry order. */
 void dt_kv_positions(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *positions);
+/* The tokens' indices in the conversation likewise; where they are not kept, and for memory slots, positions. */
+void dt_kv_origins(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *origins);
 int32_t dt_kv_length(const dt_kv *kv, int32_t layer); /* longest lane */
 /* Entries that every lane can grow by before a round comes in this layer; below 0: it is due. */
 int64_t dt_kv_room(const dt_kv *kv, int32_t layer);
@@ -122,6 +134,7 @@ int32_t dt_kv_total_cache_size(const dt_kv *kv); /* as in dt_kv_set_budgets */
 
 typedef enum dt_kv_column {
     DT_KV_POSITIONS, /* int32 */
+    DT_KV_ORIGINS,   /* int32, where the lane keeps them */
     DT_KV_K_SCALES,  /* float, INT8 only */
     DT_KV_V_SCALES,
     DT_KV_RECENT_MASS, /* float, where dt_kv_layer_needs_mass */
@@ -150,7 +163,7 @@ bool dt_kv_has_plain(const dt_kv *kv);
 bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, const void *in);
 /* Value norms from the values, for a layer that needs them where a file has none. */
 void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane);
-void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped);
+void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped, int32_t shift);
 int32_t dt_kv_newest_dropped(const dt_kv *kv);
 
 /* ---- rounds (round.c) ---- */
@@ -178,6 +191,15 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
 dt_status dt_kv_slide(dt_kv *kv, int32_t next_position, int32_t *whole_from, dt_error *error);
 /* Tokens that can be added before it has something to drop. */
 int64_t dt_kv_slide_room(const dt_kv *kv);
+
+/* ---- past the context (close_up.c) ---- */
+
+/* Takes the holes out of every lane's positions, so that the next position falls as far as the longest lane allows; keys turn along.
+ * limit: positions that may stay occupied; layers whose window fits move as a whole. Nothing may be uncommitted, and dt_kv_truncate
+ * can't go back behind it. On failure (memory) nothing has moved. */
+dt_status dt_kv_close_up(dt_kv *kv, int32_t limit, dt_error *error);
+/* By how much it has fallen since the cache was empty: the next token's index is its position + shift. */
+int32_t dt_kv_shift(const dt_kv *kv);
 
 /* True when the layer's policy needs attention mass, and entries have room for it. */
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);

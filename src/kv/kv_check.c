@@ -47,6 +47,7 @@ static dt_status check_spans(check *c, const dt_kv_layer_state *layer, const dt_
     CHECK(c, (lane->capacity_blocks > 0) == (lane->arrays != NULL), "arrays for %d blocks are %smissing", lane->capacity_blocks,
           lane->arrays == NULL ? "" : "not ");
     CHECK(c, lane->arrays == NULL || layer->has_mass == (lane->recent_mass != NULL), "rows of masses do not fit the policy");
+    CHECK(c, lane->arrays == NULL || layer->params.keeps_origins == (lane->origin != NULL), "the row of origins does not fit");
     CHECK(c, lane->arrays == NULL || layer->has_peak == (lane->peak_mass != NULL), "the row of peaks does not fit the policy");
     for (int32_t i = 0; i < lane->n_spans; i++) {
         const dt_kv_span *span = &lane->spans[i];
@@ -64,7 +65,7 @@ static dt_status check_spans(check *c, const dt_kv_layer_state *layer, const dt_
 /* The entry counts as one token at least, and as no more than there were. */
 static bool is_slot_bias(const dt_kv *kv, const dt_kv_lane_state *lane, int32_t entry) {
     return lane->bias != NULL && dt_is_finite(lane->bias[entry]) && lane->bias[entry] > -0.01f &&
-           lane->bias[entry] < logf((float)kv->next_position) + 0.01f;
+           lane->bias[entry] < logf((float)kv->next_position + (float)kv->shift) + 0.01f;
 }
 
 static dt_status check_positions(check *c, const dt_kv_layer_state *layer, const dt_kv_lane_state *lane) {
@@ -84,6 +85,8 @@ static dt_status check_positions(check *c, const dt_kv_layer_state *layer, const
         } else {
             CHECK(c, stored == first_uncommitted + entry - n_committed, "uncommitted entry %d has position %d", entry, stored);
         }
+        CHECK(c, lane->origin == NULL || dt_is_slot(stored) || (lane->origin[entry] >= p && lane->origin[entry] <= p + kv->shift),
+              "position %d came from %d, but at most %d before", p, lane->origin == NULL ? 0 : lane->origin[entry], kv->shift);
         CHECK(c, (c->seen[p / 8] >> (p % 8) & 1) == 0, "position %d is there twice", p);
         c->seen[p / 8] = (uint8_t)(c->seen[p / 8] | 1u << (p % 8));
         c->newest_of_all = DT_MAX(c->newest_of_all, stored);
@@ -155,6 +158,9 @@ static dt_status check_lanes(check *c) {
 }
 
 dt_status dt_kv_check(const dt_kv *kv, dt_error *error) {
+    if (kv->shift < 0 || kv->shift > INT32_MAX - kv->next_position) {
+        return dt_fail(error, DT_ERR_INTERNAL, "KV cache: next position %d, shift %d", kv->next_position, kv->shift);
+    }
     if (kv->n_uncommitted < 0 || kv->next_position < kv->n_uncommitted || kv->newest_dropped >= DT_MAX(kv->next_position, 1)) {
         return dt_fail(error, DT_ERR_INTERNAL, "KV cache: next position %d, %d uncommitted, newest dropped %d", kv->next_position,
                        kv->n_uncommitted, kv->newest_dropped);

@@ -25,6 +25,7 @@ typedef struct dt_kv_lane_state {
     float *recent_mass, *total_mass, *value_norm; /* NULL where the layer's policy needs none */
     float *peak_mass;                             /* likewise, of a policy that needs peaks */
     float *bias;                                  /* NULL until the first bias is set */
+    int32_t *origin;                              /* NULL where the layer keeps none */
 } dt_kv_lane_state;
 
 typedef struct dt_kv_layer_state {
@@ -45,6 +46,7 @@ struct dt_kv {
         total_cache_size; /* shared by the layers with a policy, each counted with its mean length; 0 = every lane has its own */
     int32_t n_uncommitted;
     int32_t next_position;  /* above every position in the cache; that of the next entry unless the cache is empty */
+    int32_t shift;          /* index in the conversation of the next entry - next_position; only close_up.c raises it */
     int32_t newest_dropped; /* highest position < next_position that was dropped from any lane; -1 = none */
     void *spare;            /* one unused block with references = 0, or NULL */
     int32_t spare_layer;    /* whose format it has */

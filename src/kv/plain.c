@@ -27,14 +27,15 @@ size_t dt_kv_column_bytes(const dt_kv_format *f, dt_kv_column column) {
     }
 }
 
-/* A lane's row of floats, or NULL. */
-static float *float_row(const dt_kv_lane_state *lane, dt_kv_column column) {
-    return column == DT_KV_RECENT_MASS  ? lane->recent_mass
-           : column == DT_KV_TOTAL_MASS ? lane->total_mass
-           : column == DT_KV_VALUE_NORM ? lane->value_norm
-           : column == DT_KV_PEAK_MASS  ? lane->peak_mass
-           : column == DT_KV_BIAS       ? lane->bias
-                                        : NULL;
+/* A lane's row of numbers of four bytes, or NULL. */
+static void *row_of(const dt_kv_lane_state *lane, dt_kv_column column) {
+    return column == DT_KV_ORIGINS       ? (void *)lane->origin
+           : column == DT_KV_RECENT_MASS ? (void *)lane->recent_mass
+           : column == DT_KV_TOTAL_MASS  ? (void *)lane->total_mass
+           : column == DT_KV_VALUE_NORM  ? (void *)lane->value_norm
+           : column == DT_KV_PEAK_MASS   ? (void *)lane->peak_mass
+           : column == DT_KV_BIAS        ? (void *)lane->bias
+                                         : NULL;
 }
 
 /* Where entry i of a block has its position, its scale, or its value row. */
@@ -79,9 +80,9 @@ bool dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_
     const dt_kv_format *f = &kv->layers[layer].params.format;
     const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
     const size_t bytes = dt_kv_column_bytes(f, column);
-    const float *row = float_row(lane, column);
+    const char *row = row_of(lane, column);
     if (row != NULL) {
-        memcpy(out, row + first, (size_t)n * bytes);
+        memcpy(out, row + (size_t)first * bytes, (size_t)n * bytes);
         return true;
     }
     if (is_elsewhere(f, column)) {
@@ -117,7 +118,7 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
     if (is_half && !halves_are_finite(in, (size_t)lane->n_entries * bytes)) {
         return false;
     }
-    float *row = float_row(lane, column);
+    void *row = row_of(lane, column);
     if (row != NULL) { /* dt_kv_check judges these */
         memcpy(row, in, (size_t)lane->n_entries * bytes);
         return true;
@@ -132,6 +133,9 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
             put_key(f, block, entry % f->block_tokens, from);
         } else {
             memcpy(in_block(f, block, column, entry % f->block_tokens), from, bytes);
+        }
+        if (column == DT_KV_POSITIONS && lane->origin != NULL) {
+            memcpy(&lane->origin[entry], from, bytes); /* until told better */
         }
         if (column == DT_KV_POSITIONS) {
             lane->n_slots += dt_is_slot(dt_kv_position(f, block)[entry % f->block_tokens]);

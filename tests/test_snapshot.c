@@ -1,0 +1,225 @@
+/*
+ * Snapshots: going back to where eviction has taken what a rewind needs. The oracle is a session that never went further.
+ */
+#include "engine/session.h"
+#include "support/cmocka_all.h"
+#include "support/compare.h"
+#include "support/fixture.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define N_CTX 512
+#define N_PROMPT 120
+#define N_REPLY 60
+#define SCORED "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 48, \"recent_window\": 16}}"
+
+typedef struct fixture {
+    dt_model *model;
+    size_t n_vocab;
+    int32_t tokens[N_CTX];
+} fixture;
+
+static int setup(void **state) {
+    fixture *f = calloc(1, sizeof *f);
+    tiny_model_params p = tiny_model_default_params();
+    p.n_ctx = N_CTX;
+    f->model = open_model(write_tiny(&p), true);
+    f->n_vocab = (size_t)dt_model_get_info(f->model)->n_vocab;
+    random_tokens(f->tokens, N_CTX, 3, (int32_t)f->n_vocab, 5);
+    *state = f;
+    return 0;
+}
+
+static int teardown(void **state) {
+    fixture *f = *state;
+    dt_model_close(f->model);
+    free(f);
+    return 0;
+}
+
+static dt_session *new_session(const fixture *f, const dt_session_params *given) {
+    dt_eviction *eviction = eviction_from_json(f->model, SCORED);
+    dt_session_params params = *given;
+    params.n_threads = 1;
+    params.n_batch = 32;
+    params.kv_block_tokens = 16;
+    params.eviction = eviction;
+    dt_session *s = open_session(f->model, &params);
+    dt_eviction_free(eviction);
+    return s;
+}
+
+/* The conversation after `n` tokens and a reply of the session's own. */
+static size_t answer(const fixture *f, dt_session *s, int32_t *conversation, size_t n) {
+    greedy(s, (int32_t)f->n_vocab, conversation + n, N_REPLY);
+    return n + N_REPLY;
+}
+
+static void assert_same_state(const fixture *f, dt_session *a, dt_session *b) {
+    int32_t x[N_REPLY], y[N_REPLY];
+    assert_memory_equal(dt_session_logits(a), dt_session_logits(b), f->n_vocab * sizeof(float));
+    greedy(a, (int32_t)f->n_vocab, x, N_REPLY);
+    greedy(b, (int32_t)f->n_vocab, y, N_REPLY);
+    assert_memory_equal(x, y, sizeof x);
+    assert_memory_equal(dt_session_logits(a), dt_session_logits(b), f->n_vocab * sizeof(float));
+}
+
+/* The same question again, as often as one likes: nothing is computed, and the reply is that of the first time. */
+static void test_another_reply(void **state) {
+    const fixture *f = *state;
+    for (int past = 0; past < 2; past++) { /* the context */
+        const dt_session_params params = {.n_ctx = past ? 150 : 0};
+        dt_session *s = new_session(f, &params), *fresh = new_session(f, &params);
+        int32_t conversation[N_CTX];
+        memcpy(conversation, f->tokens, sizeof conversation);
+        sync_tokens(s, conversation, N_PROMPT);
+        for (int again = 0; again < 3; again++) {
+            answer(f, s, conversation, N_PROMPT);
+            assert_true(s->whole_from > N_PROMPT);
+            const dt_sync_result r = sync_tokens(s, conversation, N_PROMPT);
+            assert_int_equal(r.how, DT_SYNC_REWOUND);
+            assert_int_equal(r.reused_tokens, N_PROMPT);
+            assert_int_equal(r.computed_tokens, 0);
+        }
+        sync_tokens(fresh, f->tokens, N_PROMPT);
+        assert_same_state(f, s, fresh);
+        assert_int_equal(dt_kv_shift(s->kv) > 0, past);
+        dt_session_free(s);
+        dt_session_free(fresh);
+    }
+}
+
+/* A template that writes the last reply differently, then a changed earlier question. */
+static void test_a_rewritten_turn(void **state) {
+    const fixture *f = *state;
+    const dt_session_params params = {.n_ctx = 0};
+    dt_session *s = new_session(f, &params), *fresh = new_session(f, &params);
+    int32_t conversation[N_CTX];
+    memcpy(conversation, f->tokens, sizeof conversation);
+    sync_tokens(s, conversation, N_PROMPT);
+    size_t n = answer(f, s, conversation, N_PROMPT);
+    sync_tokens(s, conversation, n + 30); /* the next question */
+    answer(f, s, conversation, n + 30);
+    assert_int_equal(s->n_snapshots, 2);
+
+    memcpy(conversation + N_PROMPT + 3, f->tokens + 300, 40 * sizeof *conversation);
+    conversation[N_PROMPT + 3] = conversation[N_PROMPT + 3] == 5 ? 6 : 5;
+    dt_sync_result r = sync_tokens(s, conversation, N_PROMPT + 43);
+    assert_int_equal(r.how, DT_SYNC_REWOUND);
+    assert_true(r.reused_tokens >= N_PROMPT && r.reused_tokens <= N_PROMPT + 3);
+    assert_int_equal(s->n_snapshots, 1);
+    sync_tokens(fresh, f->tokens, N_PROMPT);
+    sync_tokens(fresh, conversation, N_PROMPT + 43);
+    assert_same_state(f, s, fresh);
+
+    conversation[2] = conversation[2] == 5 ? 6 : 5; /* before every snapshot */
+    r = sync_tokens(s, conversation, N_PROMPT);
+    assert_int_equal(r.how, DT_SYNC_REBUILT);
+    assert_int_equal(s->n_snapshots, 1);
+    dt_session_free(s);
+    dt_session_free(fresh);
+}
+
+static void test_none_when_none_are_wanted(void **state) {
+    const fixture *f = *state;
+    const dt_session_params params = {.n_snapshots = -1};
+    dt_session *s = new_session(f, &params);
+    int32_t conversation[N_CTX];
+    memcpy(conversation, f->tokens, sizeof conversation);
+    sync_tokens(s, conversation, N_PROMPT);
+    answer(f, s, conversation, N_PROMPT);
+    assert_int_equal(s->n_snapshots, 0);
+    assert_int_equal(sync_tokens(s, conversation, N_PROMPT).how, DT_SYNC_REBUILT);
+    dt_session_free(s);
+}
+
+/* What the log said before the first token, and --kv-memory, hold with snapshots too; with little room they go and the replies stay. */
+static void test_they_make_room(void **state) {
+    const fixture *f = *state;
+    int32_t replies[3][4 * N_REPLY];
+    int32_t n_went_back = 0;
+    for (int i = 0; i < 3; i++) {
+        dt_session_params params = {.prefill = DT_PREFILL_STREAMING, .n_snapshots = i == 0 ? -1 : 4};
+        dt_session *s = new_session(f, &params);
+        const uint64_t most = s->kv_most;
+        if (i == 2) { /* just enough for the cache */
+            dt_session_free(s);
+            params.kv_memory = most;
+            s = new_session(f, &params);
+            assert_int_equal(s->params.n_batch, 32);
+        }
+        int32_t conversation[N_CTX];
+        memcpy(conversation, f->tokens, sizeof conversation);
+        size_t n = 40;
+        for (int turn = 0; turn < 4; turn++) {
+            const dt_sync_result r = sync_tokens(s, conversation, n);
+            assert_true(turn == 0 || r.computed_tokens == 30);
+            n = answer(f, s, conversation, n);
+            memcpy(replies[i] + turn * N_REPLY, conversation + n - N_REPLY, N_REPLY * sizeof **replies);
+            n += 30;
+            assert_true(atomic_load(&s->kv_memory->memory.bytes_peak) <= most);
+        }
+        n_went_back += s->n_snapshots;
+        while (dt_snapshot_yield(s)) {
+        }
+        assert_int_equal(s->kv_memory->memory.limit, i == 2 ? most : 0);
+        assert_int_equal(atomic_load(&s->kv_memory->memory.bytes), dt_kv_bytes(s->kv)); /* nothing is left behind */
+        dt_session_free(s);
+    }
+    (void)n_went_back;
+    assert_memory_equal(replies[0], replies[1], sizeof replies[0]);
+    assert_memory_equal(replies[0], replies[2], sizeof replies[0]);
+}
+
+/* Every allocation of the cache fails in turn while snapshots are held: they go, or the call fails, and the session goes on. */
+static void test_failing_allocations(void **state) {
+    const fixture *f = *state;
+    const dt_session_params params = {.n_ctx = 0};
+    int32_t conversation[N_CTX], want[N_REPLY];
+    memcpy(conversation, f->tokens, sizeof conversation);
+    for (long long left = 0, done = 0; done == 0; left += 1 + left / 8) {
+        dt_session *s = new_session(f, &params);
+        dt_error error = {0};
+        sync_tokens(s, conversation, N_PROMPT);
+        answer(f, s, conversation, N_PROMPT);
+        atomic_store(&s->kv_memory->memory.fail_after, left);
+        const dt_status status = dt_session_sync(s, conversation, N_PROMPT + 20, NULL, NULL, NULL, &error);
+        assert_true(status == DT_OK || status == DT_ERR_MEMORY);
+        assert_int_equal(dt_session_check(s, &error), DT_OK);
+        done = atomic_load(&s->kv_memory->memory.fail_after) > 0;
+        atomic_store(&s->kv_memory->memory.fail_after, -1);
+        sync_tokens(s, conversation, N_PROMPT + 20);
+        greedy(s, (int32_t)f->n_vocab, want, N_REPLY);
+        dt_session_free(s);
+    }
+}
+
+/* A session that shares memory with a fork keeps its hands off the fork's limit. */
+static void test_forks_are_not_limited(void **state) {
+    const fixture *f = *state;
+    const dt_session_params params = {.prefill = DT_PREFILL_STREAMING};
+    dt_session *s = new_session(f, &params), *fork = NULL;
+    dt_error error = {0};
+    sync_tokens(s, f->tokens, N_PROMPT);
+    assert_true(s->kv_memory->memory.limit > 0);
+    assert_int_equal(dt_session_fork(s, NULL, DT_EVICT_ALWAYS, &fork, &error), DT_OK);
+    assert_int_equal(s->kv_memory->memory.limit, 0);
+    sync_tokens(fork, f->tokens, 400);
+    sync_tokens(s, f->tokens, 200);
+    assert_int_equal(s->kv_memory->memory.limit, 0);
+    dt_session_free(fork);
+    dt_session_free(s);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_another_reply),
+        cmocka_unit_test(test_a_rewritten_turn),
+        cmocka_unit_test(test_none_when_none_are_wanted),
+        cmocka_unit_test(test_they_make_room),
+        cmocka_unit_test(test_failing_allocations),
+        cmocka_unit_test(test_forks_are_not_limited),
+    };
+    return cmocka_run_group_tests_name("snapshot", tests, setup, teardown);
+}
