@@ -408,6 +408,9 @@ dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_con
     const bool in_place = best != NULL && whole && best->session != NULL && !best->in_use && !best->pinned;
     const dt_status status =
         in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
+    if (status == DT_ERR_MEMORY && any_in_use(all)) {
+        status = DT_OK; /* not now: when another has ended there is room */
+    }
     pthread_mutex_unlock(&all->lock);
     return status;
 }
