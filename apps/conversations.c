@@ -406,8 +406,10 @@ dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_con
     pthread_mutex_lock(&all->lock);
     dt_conversation *best = job->score ? NULL : find_best(all, job, &whole); /* scoring needs logits after every token */
     const bool in_place = best != NULL && whole && best->session != NULL && !best->in_use && !best->pinned;
-    const dt_status status =
-        in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
+    dt_status status = in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
+    if (status == DT_ERR_MEMORY && any_in_use(all)) {
+        status = DT_OK; /* not now: when another has ended there is room */
+    }
     pthread_mutex_unlock(&all->lock);
     return status;
 }

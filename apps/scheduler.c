@@ -163,6 +163,7 @@ static bool is_as_before(const dt_sequence *q) {
 static void step_all(dt_scheduler *s) {
     const int64_t begun = dt_now_us();
     const size_t n = plan_step(s);
+    size_t n_stalled = 0, stalled = 0;
     int64_t n_tokens = 0;
     if (n > 0) {
         dt_group_step(s->group, s->steps, n, NULL);
@@ -174,8 +175,10 @@ static void step_all(dt_scheduler *s) {
         if (q->over) {
             continue; /* another reply of its job failed */
         }
-        if (step->error.code == DT_ERR_MEMORY && is_as_before(q) && dt_conversations_give_room(s->conversations)) {
-            continue; /* the same again in the next round */
+        if (step->error.code == DT_ERR_MEMORY && is_as_before(q) && (n > 1 || dt_conversations_give_room(s->conversations))) {
+            stalled = i; /* the same again in the next round, or when another has ended */
+            n_stalled++;
+            continue;
         }
         if (step->error.code != DT_OK) {
             dt_sequence_fail_job(s, q->job, &step->error);
@@ -184,6 +187,9 @@ static void step_all(dt_scheduler *s) {
         n_tokens += step->n;
         q->n_read += q->n_read < q->job->n_tokens ? (size_t)step->n : 0;
         dt_sequence_after_step(s, q, seconds);
+    }
+    if (n_stalled > 0 && n_stalled == n && n > 1 && !dt_conversations_give_room(s->conversations)) {
+        dt_sequence_fail_job(s, s->active[s->stepped[stalled]].job, &s->steps[stalled].error); /* the youngest makes room */
     }
     pthread_mutex_lock(&s->lock);
     s->stats.steps += n > 0 ? 1 : 0;
