@@ -79,7 +79,7 @@ void *dt_memory_alloc_block(dt_memory *memory, size_t bytes) {
     }
     void *block = dt_block_alloc(bytes);
     if (block == NULL) {
-        atomic_fetch_sub(&memory->bytes, bytes);
+        uncount(memory, bytes);
         return NULL;
     }
     return memset(block, 0, bytes);
@@ -87,7 +87,7 @@ void *dt_memory_alloc_block(dt_memory *memory, size_t bytes) {
 
 void dt_memory_free_block(dt_memory *memory, void *block, size_t bytes) {
     if (block != NULL) {
-        atomic_fetch_sub(&memory->bytes, bytes);
+        uncount(memory, bytes);
         dt_block_free(block, bytes);
     }
 }
