@@ -25,8 +25,14 @@ def test_same_text(tmp_path, flags):
         assert drafted.stdout == plain.stdout, draft
         assert 0 < stats["draft"]["accepted"] <= stats["draft"]["proposed"], draft
         assert re.search(rb"draft +\d+ of \d+ guessed tokens right", drafted.stderr)
-        if "--temp" not in flags[6:] and "--draft-model" in draft and "--cache-eviction" not in flags:
-            assert stats["draft"]["accepted"] >= 0.9 * stats["draft"]["proposed"]  # it agrees with itself
+
+
+@needs_model
+def test_a_model_agrees_with_itself(tmp_path):
+    """With a kernel that rounds one token and many alike; with others, near-equal tokens change places now and then. Beyond the end of
+    the text nothing is guessed."""
+    _, stats = run_stats(tmp_path, "-p", LIST, "-n", "48", "--temp", "0", "--kernel", "reference", "--draft-model", MODEL)
+    assert stats["draft"]["accepted"] >= 0.9 * stats["draft"]["proposed"] > 0
 
 
 @needs_model

@@ -68,6 +68,9 @@ static dt_status guess(generation *g, dt_draft *draft, int64_t room, int32_t bat
         s->tokens[s->n_tokens] = g->token; /* behind the conversation: the guess needs it in one piece */
         status = dt_draft_propose(draft, s->tokens, s->n_tokens + 1, (int32_t)DT_MIN(most, DT_DRAFT_MAX_TOKENS), batch + 1, &n,
                                   g->error);
+        for (int32_t i = 0; i < n; i++) { /* nothing follows an end token */
+            n = dt_token_is_end(dt_session_model(s), batch[1 + i]) ? i + 1 : n;
+        }
         *out_n = 1 + n;
         s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
     }
