@@ -1,10 +1,12 @@
 """./main --kv-memory: the promise held in a real run, what the log says of it, and refusals."""
 import os
 import re
+import resource
+import subprocess
 
 import pytest
 
-from test_main import MAIN, assert_fails, needs_model, run_model, run_stats
+from test_main import MAIN, MODEL, assert_fails, needs_model, run_model, run_stats
 
 pytestmark = pytest.mark.skipif(not os.access(MAIN, os.X_OK), reason="DT_MAIN names no program")
 
@@ -31,3 +33,27 @@ def test_too_little(tmp_path):
     _, stats = run_stats(tmp_path, "-p", TEXT, "-n", "8", "--kv-memory", least, *EVICT)
     assert stats["kv_bytes_peak"] <= int(least[:-1]) * 1024
     assert_fails(run_model("-p", TEXT, "-n", "8", "--kv-memory", "1M"), 2, "--cache-eviction")
+
+
+@needs_model
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="Linux counts mapped memory in RLIMIT_DATA, others may not")
+def test_a_process_with_little_memory():
+    """What the system grants beside the cache is found by trying, for a prompt of the same chunks but no cache to speak of; with
+    --kv-memory on top of it a long text goes well, and without fails in a sentence."""
+    granted, slack, cache = 8 << 20, 24 << 20, 12 << 20  # slack: the cache's blocks come in pieces of 8 MiB, threads have stacks
+
+    def run_in(limit, *flags):
+        def hold():
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+        return subprocess.run([MAIN, "-m", MODEL, "-t", "1", "-n", "4", "--temp", "0", "-b", "64", *flags], stdin=subprocess.DEVNULL,
+                              capture_output=True, timeout=120, preexec_fn=hold)
+
+    while run_in(granted, "-p", "word and another one " * 20).returncode != 0:
+        granted += 8 << 20
+        assert granted < 1 << 30
+    long = ("-p", "word and another one " * 700, *EVICT)
+    held = run_in(granted + slack + cache, *long, "--kv-memory", str(cache))
+    assert held.returncode == 0, held.stderr
+    assert_fails(run_in(granted + slack + cache, *long), 1, "memory")

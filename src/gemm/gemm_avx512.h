@@ -16,7 +16,10 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define NOT_FINITE 0x99 /* quiet and signalling NaN, both infinities */
-#define AHEAD 4096      /* bytes that are asked for before they are needed */
+/* Bytes that are asked for before they are needed: into the second cache, which has more requests under way than the first, and from
+ * there into the first. */
+#define AHEAD 5120
+#define SOON 576
 
 /* ---- activations ---- */
 
@@ -146,7 +149,8 @@ INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, int32_t n_b
         for (int32_t b = 0; b < f.n_blocks; b++) {
             if (tile == 1) { /* one token: the weights come from memory */
                 for (size_t line = 0; line < block_bytes; line += 64) {
-                    _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
+                    _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T1);
+                    _mm_prefetch((const char *)group + SOON + line, _MM_HINT_T0);
                 }
             }
             __m512i q[8];
