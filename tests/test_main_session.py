@@ -56,7 +56,7 @@ def test_reuse(tmp_path):
 def test_seeds(tmp_path):
     """A given seed reproduces a run of the same kind, without one runs differ, and the seed of the log is the one used."""
     session = tmp_path / "s.bin"
-    flags = ("-p", TEXT, "-n", "24", "--temp", "1.2", "--session", str(session))
+    flags = ("-p", TEXT, "-n", "24", "--temp", "1.2", "--ignore-eos", "--session", str(session))
 
     def again(*extra):
         result = run_model(*flags, *extra)
