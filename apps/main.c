@@ -16,6 +16,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef struct main_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
@@ -210,9 +211,23 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
     if (status == DT_OK) {
         size_t n = 0;
         dt_session_tokens(run->session, &n);
+        run->loaded_tokens = (int64_t)n;
         dt_report(DT_LOG_INFO, "session: %s: %zu tokens loaded in %.1f ms", o->session, n, milliseconds_now() - begun);
     }
     return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
+}
+
+/* This run's text parted from the saved one: what was saved stays under another name, so that a mistaken prompt loses nothing. */
+static void keep_replaced(const char *path, int64_t n_tokens) {
+    char *old = malloc(strlen(path) + sizeof ".old");
+    if (old == NULL) {
+        return;
+    }
+    sprintf(old, "%s.old", path);
+    const bool kept = (unlink(old) == 0 || errno == ENOENT) && link(path, old) == 0;
+    dt_report(DT_LOG_WARN, "session: this text parts from the saved one of %lld tokens, which is replaced%s%s", (long long)n_tokens,
+              kept ? "; it stays as " : "", kept ? old : "");
+    free(old);
 }
 
 /* What was computed, also when the run was interrupted or failed. chat may be NULL. */
@@ -223,6 +238,9 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
         return DT_OK;
     }
     const double begun = milliseconds_now();
+    if (run->synced && run->first_reused + 1 < run->loaded_tokens) { /* the last token may have been computed anew */
+        keep_replaced(o->session, run->loaded_tokens);
+    }
     dt_status status = chat != NULL ? dt_chat_note(chat, error) : dt_session_set_note(run->session, NULL, 0, error);
     if (status == DT_OK) {
         status = dt_session_save(run->session, run->sampler, o->session, error);

@@ -178,6 +178,8 @@ static dt_status read_and_generate(dt_run *run, const int32_t *tokens, size_t n,
     dt_report_progress_end();
     run->prompt_tokens += synced.reused_tokens + synced.computed_tokens;
     run->reused_tokens += synced.reused_tokens;
+    run->first_reused = run->synced ? run->first_reused : synced.reused_tokens;
+    run->synced = true;
     if (status == DT_ERR_CANCELLED && dt_interrupted) {
         return DT_OK;
     }

@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -260,6 +261,7 @@ int main(int argc, char **argv) {
                         .eviction_override = true};
     dt_shared_options_init(&o.shared);
     dt_run_signals();
+    umask(077); /* what was said is nobody else's to read, in whatever folder it is kept */
     const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
     if (o.shared.help || argc < 2) {
         fprintf(o.shared.help ? stdout : stderr, "usage: deeptutor-server -m FILE [flags]\n");

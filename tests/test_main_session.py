@@ -227,3 +227,17 @@ def test_template_that_drops_thinking(tmp_path):
     log, computed = chat_of(tmp_path, thinking, 5, *flags, "--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16")
     assert len(re.findall(rb"session: rewound to token \d+ of \d+ by a snapshot, \d+ tokens reused", log)) >= 3, log
     assert b"session: rebuilt" not in log and computed - first <= 4 * 24, computed
+
+
+@needs_model
+def test_another_text_loses_nothing(tmp_path):
+    session, old = tmp_path / "s.bin", tmp_path / "s.bin.old"
+    flags = ("-n", "4", "--temp", "0", "--session", str(session))
+    run_model("-p", TEXT, *flags)
+    first = session.read_bytes()
+    assert run_model("-p", TEXT + " Rome.", *flags).returncode == 0
+    more = run_model("-p", "Once upon a time", *flags)
+    assert more.returncode == 0 and f"it stays as {old}" in more.stderr.decode()
+    assert old.exists() and session.read_bytes() != first
+    again = run_model("-p", "Once upon a time", "-n", "4", "--temp", "0", "--session", str(old))  # the one there is can be used
+    assert again.returncode == 0
