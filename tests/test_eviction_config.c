@@ -98,11 +98,11 @@ static void test_presets(void **state) {
     static const struct {
         const char *name, *expected;
     } cases[] = {
-        {"chat", "TLC: layers 0-15   local_window      max 2048  min 512  sinks 4  recent 128  slots 16\n"
+        {"chat", "TLC: layers 0-15   local_window      max 2048  min 512  sinks 4  recent 128  slots 0\n"
                  "TLC: layers 16-31  importance_score  max 4096  min 512  sinks 4  recent 128  slots 0"},
-        {"docqa", "TLC: layers 0-15   local_window      max 4096  min 1024  sinks 4  recent 128  slots 16\n"
+        {"docqa", "TLC: layers 0-15   local_window      max 4096  min 1024  sinks 4  recent 128  slots 0\n"
                   "TLC: layers 16-31  importance_score  max 8192  min 1024  sinks 4  recent 128  slots 0"},
-        {"code", "TLC: layers 0-31   local_window      max 4096  min 1024  sinks 4  recent 128  slots 16"},
+        {"code", "TLC: layers 0-31   local_window      max 4096  min 1024  sinks 4  recent 128  slots 0"},
         {"summary", "TLC: layers 0-15   importance_score  max 3072  min 512  sinks 4  recent 128  slots 0\n"
                     "TLC: layers 16-31  importance_score  max 6144  min 512  sinks 4  recent 128  slots 0"},
     };

@@ -16,7 +16,6 @@
 #define DEFAULT_SINKS 4
 #define DEFAULT_RECENT 128
 #define SHARED_RECENT 64
-#define WINDOW_SLOTS 16 /* of presets, with local_window; importance_score gains nothing from them (docs/quality.md) */
 
 /* ---- defaults and limits ---- */
 
@@ -201,7 +200,6 @@ dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_evict
             .min_cache_size = found->min,
             .sink_tokens = -1,
             .recent_window = -1,
-            .memory_slots = policy == &dt_policy_local_window ? WINDOW_SLOTS : 0,
         };
         (*out)->budgets[i] = dt_eviction_complete(&(*out)->requests[i]);
     }
