@@ -193,9 +193,8 @@ dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_evict
     const int32_t n_shallow = DT_MAX(0, DT_MIN(n_layers / 2, n_layers - found->least_deep));
     for (int32_t i = 0; i < n_layers; i++) {
         const bool deep = i >= n_shallow;
-        const dt_policy *policy = deep ? found->deep_policy : found->shallow_policy;
         (*out)->requests[i] = (dt_eviction_request){
-            .policy = policy,
+            .policy = deep ? found->deep_policy : found->shallow_policy,
             .max_cache_size = deep ? found->deep_max : found->shallow_max,
             .min_cache_size = found->min,
             .sink_tokens = -1,

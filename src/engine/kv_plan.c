@@ -73,9 +73,7 @@ static void measure_lanes(plan *p, bool evicts) {
     int32_t repeated = 0; /* tokens that reconstruct appends to every layer for a while */
     for (int32_t i = 0; i < n_layers; i++) {
         n_sharing += p->budgets[i].policy != NULL;
-        const dt_policy *policy = p->budgets[i].policy;
-        const bool repeats = policy != NULL && policy->needs_peak && !policy->needs_weights;
-        repeated = repeats ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : repeated;
+        repeated = dt_policy_repeats(p->budgets[i].policy) ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : repeated;
     }
     n_sharing = DT_MAX(n_sharing, 1);
     const bool bounded = evicts && p->params->evict == DT_EVICT_ALWAYS && p->params->prefill == DT_PREFILL_STREAMING;

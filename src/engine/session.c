@@ -77,7 +77,7 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
                       max = b->policy != NULL ? (int64_t)b->max_cache_size + b->memory_slots : INT32_MAX;
         const int64_t seen = window > 0 ? window + (b->policy != NULL ? b->sink_tokens : 0) : INT32_MAX;
         kept = DT_MAX(kept, DT_MIN(seen, max));
-        repeats = repeats || (b->policy != NULL && b->policy->needs_peak);
+        repeats = repeats || dt_policy_repeats(b->policy);
     }
     const int64_t room = s->params.n_ctx - kept;
     const int64_t chunk = DT_MIN(repeats ? DT_MAX(room / 2, room - DT_REPEAT_CHUNK) : room, (int64_t)s->params.n_batch);
@@ -148,16 +148,6 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
         status = dt_kv_set_budgets(s->kv, budgets, total, error);
         find_headroom(s, budgets);
         dt_session_set_limit(s);
-    }
-    for (int32_t i = 0; i < n_layers && status == DT_OK; i++) {
-        const bool predicts = budgets[i].policy != NULL && budgets[i].policy->needs_weights;
-        if (predicts && dt_kv_layer(s->kv, i)->format.elsewhere) {
-            status = dt_fail(
-                error, DT_ERR_UNSUPPORTED,
-                "score predict reads keys and values, and those of layer %d are not in the CPU's memory; keep the layers on "
-                "the CPU, or take score fast or reconstruct",
-                i);
-        }
     }
     free(budgets);
     return status;
@@ -324,7 +314,7 @@ static bool peaks_are_due(const dt_session *s) {
 static bool choose_repeated(dt_session *s) {
     bool any = false;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i) && !dt_kv_layer(s->kv, i)->budget.policy->needs_weights;
+        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i) && dt_policy_repeats(dt_kv_layer(s->kv, i)->budget.policy);
         any = any || s->observe_layer[i];
     }
     return any;
@@ -966,51 +956,40 @@ static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_
     return DT_OK;
 }
 
+/* Closes up one member of each entry, in place. */
+static void *take_column(kept_entry *entries, size_t n, size_t offset) {
+    _Static_assert(sizeof(int32_t) == sizeof(float), "columns of one width");
+    char *out = (char *)entries;
+    for (size_t i = 0; i < n; i++) {
+        memmove(out + i * sizeof(int32_t), (const char *)&entries[i] + offset, sizeof(int32_t));
+    }
+    return out;
+}
+
 dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
                                     dt_error *error) {
     kept_entry *entries = NULL;
     bool is_observed;
-    size_t n;
-    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
-    if (status != DT_OK) {
-        return status;
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, out_n, &is_observed, error);
+    if (status == DT_OK) {
+        *out = take_column(entries, *out_n, offsetof(kept_entry, position));
     }
-    int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
-    for (size_t i = 0; i < n && positions; i++) {
-        positions[i] = entries[i].position;
-    }
-    free(entries);
-    if (!positions) {
-        return dt_fail_memory(error, n * sizeof *positions, "the positions");
-    }
-    *out = positions;
-    *out_n = n;
-    return DT_OK;
+    return status;
 }
 
 dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
                                dt_error *error) {
     kept_entry *entries = NULL;
     bool is_observed;
-    size_t n;
-    const dt_status status = sorted_entries(session, layer, kv_head, &entries, &n, &is_observed, error);
+    const dt_status status = sorted_entries(session, layer, kv_head, &entries, out_n, &is_observed, error);
     if (status != DT_OK) {
         return status;
     }
-    float *mass = malloc(DT_MAX(n, 1) * sizeof *mass);
-    for (size_t i = 0; i < n && mass; i++) {
-        mass[i] = entries[i].mass;
-    }
-    free(entries);
-    if (!mass) {
-        return dt_fail_memory(error, n * sizeof *mass, "the attention by position");
-    }
     if (!is_observed) {
-        free(mass);
+        free(entries);
         return dt_fail(error, DT_ERR_ARGUMENT, "layer %d: its policy observes no attention", layer);
     }
-    *out = mass;
-    *out_n = n;
+    *out = take_column(entries, *out_n, offsetof(kept_entry, mass));
     return DT_OK;
 }
 

@@ -387,11 +387,10 @@ dt_status dt_device_cache_new(const dt_decoder *decoder, dt_memory *memory, cons
         cache->layers[i] = describe_layer(decoder, &layers[i], i);
         const dt_policy *policy = layers[i].budget.policy;
         if (cache->layers[i].device >= 0 && policy != NULL && policy->needs_peak) {
-            status = dt_fail(
-                error, DT_ERR_UNSUPPORTED,
-                "layer %d is computed by %s, where the score \"reconstruct\" can't be collected; use \"fast\", or leave the "
-                "layer to the CPU's own kernels",
-                i, ggml_backend_dev_name(decoder->devices[cache->layers[i].device]));
+            status = dt_fail(error, DT_ERR_UNSUPPORTED,
+                             "layer %d is computed by %s, where the score \"%s\" can't be collected; use \"fast\", or leave the "
+                             "layer to the CPU's own kernels",
+                             i, ggml_backend_dev_name(decoder->devices[cache->layers[i].device]), policy->score_name);
         } else if (cache->layers[i].device >= 0 && policy != NULL && policy->needs_mass) {
             status = new_ring(cache, &cache->layers[i], error);
         }

@@ -69,12 +69,16 @@ struct dt_policy {
     const char *score_name; /* among policies of one name; NULL where there is no choice */
     bool needs_mass;        /* wants attention mass and value norms collected */
     float recent_share;     /* of what a lane of fixed size keeps, this share is the newest, whatever their scores */
-    bool needs_peak;        /* wants the text repeated before a round, and peak_mass from that */
-    bool needs_weights;     /* wants peak_mass from dt_predict_peak instead, and the weights for it */
+    bool needs_peak;        /* wants peak_mass: from the text repeated before a round (dt_policy_repeats), or */
+    bool needs_weights;     /* from dt_predict_peak, and the weights for it */
     /* out[n]. Reads nothing but the view. NaN counts as the lowest score. */
     void (*score)(const dt_lane_view *view, float *out);
 };
 
+/* Whether a layer's text is repeated before its rounds; NULL = it keeps everything. */
+static inline bool dt_policy_repeats(const dt_policy *policy) {
+    return policy != NULL && policy->needs_peak && !policy->needs_weights;
+}
 /* NULL when there is none of that name. score_name: NULL = the name's first. */
 const dt_policy *dt_policy_find(const char *name, const char *score_name);
 const dt_policy *const *dt_policies(int32_t *n);
