@@ -300,13 +300,12 @@ char *dt_api_models(const dt_api *api) {
 }
 
 char *dt_api_props(const dt_api *api) {
-    const dt_model_info *info = dt_model_get_info(api->model); /* a conversation that evicts may have no limit */
-    const int32_t n_ctx = api->n_ctx < info->n_ctx_train ? (int32_t)api->n_ctx : info->n_ctx_train;
     return dump(json_pack("{s:s,s:s,s:i,s:i,s:s,s:s,s:b,s:I,s:{s:b,s:s,s:b,s:[s,s,s,s]}}", "model", api->name, "version",
-                          DT_VERSION, "n_ctx", (int)n_ctx, "n_layers", (int)info->n_layers, "kv_type", api->kv_type, "prefill",
-                          api->prefill, "api_key", api->has_key, "max_tokens", (json_int_t)api->max_tokens, "eviction", "enabled",
-                          api->eviction != NULL, "name", api->eviction != NULL ? dt_eviction_name(api->eviction) : "off",
-                          "override", api->eviction_override, "presets", "chat", "docqa", "code", "summary"));
+                          DT_VERSION, "n_ctx", (int)api->n_ctx, "n_layers", (int)dt_model_get_info(api->model)->n_layers, "kv_type",
+                          api->kv_type, "prefill", api->prefill, "api_key", api->has_key, "max_tokens", (json_int_t)api->max_tokens,
+                          "eviction", "enabled", api->eviction != NULL, "name",
+                          api->eviction != NULL ? dt_eviction_name(api->eviction) : "off", "override", api->eviction_override,
+                          "presets", "chat", "docqa", "code", "summary"));
 }
 
 /* ---- tokens ------------------------------------------------------------------------------------- */

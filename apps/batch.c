@@ -389,17 +389,12 @@ static int fail(const dt_error *error, bool setting_up) {
     return setting_up && (s == DT_ERR_ARGUMENT || s == DT_ERR_CONFIG || s == DT_ERR_IO || s == DT_ERR_LIMIT) ? 2 : 1;
 }
 
-static uint64_t half_of_memory(void) {
-    const long pages = sysconf(_SC_PHYS_PAGES), bytes = sysconf(_SC_PAGESIZE);
-    return pages > 0 && bytes > 0 ? (uint64_t)pages * (uint64_t)bytes / 2 : (uint64_t)2 << 30;
-}
-
 static dt_status begin(const batch_options *o, const dt_model *model, const char *grammar, batch *b, dt_eviction **out_eviction,
                        dt_error *error) {
     dt_scheduler_params params = {.model = model, .n_parallel = (int32_t)o->n_parallel, .n_idle_max = 16};
     dt_shared_options_session(&o->shared, &params.session);
     dt_shared_options_sampler(&o->shared, grammar, &b->api.sampling);
-    params.session.kv_memory = o->shared.kv_memory > 0 ? params.session.kv_memory : half_of_memory();
+    params.session.kv_memory = o->shared.kv_memory > 0 ? params.session.kv_memory : dt_half_of_memory();
     b->n_most = (size_t)o->n_parallel + 2;
     params.n_queue = (int32_t)b->n_most * 64;
     b->underway = calloc(b->n_most + 1, sizeof *b->underway);
@@ -495,26 +490,19 @@ static bool check(const batch_options *o, char *message, size_t capacity) {
 }
 
 int main(int argc, char **argv) {
+    static const char program[] = "deeptutor-batch", arguments[] = "-m FILE -i JOBS -o RESULTS [flags]";
     char message[512];
+    int exit_code;
     batch_options o = {.n_parallel = 8, .max_tokens = 1024, .chat = true};
     dt_shared_options_init(&o.shared);
     dt_run_signals();
-    const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
-    if (o.shared.help || argc < 2) {
-        fprintf(o.shared.help ? stdout : stderr, "usage: deeptutor-batch -m FILE -i JOBS -o RESULTS [flags]\n");
+    if (argc < 2) {
+        fprintf(stderr, "usage: %s %s\n", program, arguments);
     }
-    if (o.shared.help) {
-        dt_options_help(stdout, groups, N_GROUPS);
-        return 0;
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, program, arguments, &exit_code)) {
+        return exit_code;
     }
-    if (o.shared.version) {
-        printf("DeepTutor %s\n", DT_VERSION);
-        return 0;
-    }
-    if (parsed && dt_wants_devices(&o.shared)) {
-        return dt_print_devices();
-    }
-    if (!parsed || !check(&o, message, sizeof message)) {
+    if (!check(&o, message, sizeof message)) {
         fprintf(stderr, "error: %s\n", message);
         return 2;
     }

@@ -558,21 +558,11 @@ int main(int argc, char **argv) {
     bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0", .parallel = 1, .compare = true};
     dt_shared_options_init(&o.shared);
     b.options = &o;
-    const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
-    if (o.shared.help) {
-        printf("usage: %s -m FILE [-d 0,4096,8192] [flags]\n", argv[0]);
-        dt_options_help(stdout, groups, N_GROUPS);
-        return 0;
+    int exit_code;
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, argv[0], "-m FILE [-d 0,4096,8192] [flags]", &exit_code)) {
+        return exit_code;
     }
-    if (o.shared.version) {
-        printf("DeepTutor %s\n", DT_VERSION);
-        return 0;
-    }
-    if (parsed && dt_wants_devices(&o.shared)) {
-        return dt_print_devices();
-    }
-    if (!parsed || !dt_shared_options_check(&o.shared, message, sizeof message) ||
-        !parse_depths(o.depths, &b, message, sizeof message)) {
+    if (!dt_shared_options_check(&o.shared, message, sizeof message) || !parse_depths(o.depths, &b, message, sizeof message)) {
         fprintf(stderr, "error: %s\n", message);
         return 2;
     }

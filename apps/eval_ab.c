@@ -8,6 +8,7 @@
 #include "eval.h"
 #include "rouge.h"
 #include "run.h"
+#include "utf8.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -288,7 +289,8 @@ static void add_sums(side_sums *sums, const prompt *p, const output *out) {
 }
 
 static json_t *side_json(const prompt *p, const output *out) {
-    char *text = dt_valid_utf8(out->text != NULL ? out->text : "", out->n_bytes);
+    size_t n_text;
+    char *text = dt_repair_utf8(out->text != NULL ? out->text : "", out->n_bytes, &n_text);
     json_t *tokens = json_array();
     for (size_t i = 0; i < out->n; i++) {
         json_array_append_new(tokens, json_integer(out->tokens[i]));

@@ -10,6 +10,7 @@
 #define DT_APPS_JOB_H
 
 #include "deeptutor.h"
+#include "utf8.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -106,10 +107,6 @@ void dt_job_finish_choice(dt_job *job, int32_t choice, dt_finish finish);
 /* The whole job is over; wakes whoever waits. error NULL: it went well. */
 void dt_job_finish(dt_job *job, const dt_error *error);
 
-/* Text with everything that is not UTF-8, and NUL, which many can't read in JSON, replaced by U+FFFD; *out_n its bytes, a 0 behind them. NULL: out of memory. free(). */
-char *dt_repair_utf8(const char *text, size_t n, size_t *out_n);
-/* Where text[n] has to be cut so that no character that may still be completed is. */
-size_t dt_whole_characters(const char *text, size_t n);
 /* A text after which `reply` continues, white space around it aside: where it ends in text[n]; SIZE_MAX where it isn't at the front. */
 size_t dt_after_reply(const char *text, size_t n, const char *reply, size_t n_reply);
 

@@ -175,27 +175,10 @@ static dt_status texts_read(const main_options *o, texts *out, dt_error *error) 
 /* ---- the run ------------------------------------------------------------------------------------ */
 
 static dt_status describe_eviction(const main_options *o, const dt_model *model, const dt_eviction *eviction, dt_error *error) {
-    if (eviction == NULL) {
-        dt_report(DT_LOG_INFO, "TLC: off");
-        return DT_OK;
-    }
-    char *lines = NULL;
-    const dt_status status = dt_eviction_describe(eviction, &lines, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    dt_report(DT_LOG_INFO, "TLC: on, %s, %d layers, KV %s, prefill %s", dt_eviction_name(eviction),
-              (int)dt_model_get_info(model)->n_layers, dt_kv_type_word(o->shared.kv_type), dt_prefill_word(o->shared.prefill));
-    for (char *line = lines; line != NULL && *line != 0;) {
-        char *end = strchr(line, '\n');
-        if (end != NULL) {
-            *end++ = 0;
-        }
-        dt_report(DT_LOG_INFO, "%s", line);
-        line = end;
-    }
-    dt_free(lines);
-    return DT_OK;
+    char more[96];
+    snprintf(more, sizeof more, ", %d layers, KV %s, prefill %s", (int)dt_model_get_info(model)->n_layers,
+             dt_kv_type_word(o->shared.kv_type), dt_prefill_word(o->shared.prefill));
+    return dt_report_eviction(eviction, more, error);
 }
 
 /* ---- the session file --------------------------------------------------------------------------- */
@@ -436,32 +419,23 @@ static int run_all(const main_options *o) {
 }
 
 int main(int argc, char **argv) {
+    static const char arguments[] = "-m FILE (-p TEXT | -f FILE | -cnv) [flags]";
     char message[512];
+    int exit_code;
     main_options o = {.n_predict = -1, .escape = true};
     dt_shared_options_init(&o.shared);
     dt_run_signals();
-    const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
     const char *slash = argc > 0 ? strrchr(argv[0], '/') : NULL;
     const char *program = slash != NULL ? slash + 1 : argc > 0 ? argv[0] : "main";
-    if (o.shared.help || argc < 2) {
-        fprintf(o.shared.help ? stdout : stderr, "usage: %s -m FILE (-p TEXT | -f FILE | -cnv) [flags]\n", program);
-    }
-    if (o.shared.help) {
-        dt_options_help(stdout, groups, N_GROUPS);
-        return 0;
-    }
-    if (o.shared.version) {
-        printf("DeepTutor %s\n", DT_VERSION);
-        return 0;
-    }
-    if (parsed && dt_wants_devices(&o.shared)) {
-        return dt_print_devices();
-    }
     if (argc < 2) {
-        fprintf(stderr, "error: name a model, and a text to go on from; --help lists all flags\n");
+        fprintf(stderr, "usage: %s %s\nerror: name a model, and a text to go on from; --help lists all flags\n", program,
+                arguments);
         return 2;
     }
-    if (!parsed || !check(&o, message, sizeof message)) {
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, program, arguments, &exit_code)) {
+        return exit_code;
+    }
+    if (!check(&o, message, sizeof message)) {
         fprintf(stderr, "error: %s\n", message);
         return 2;
     }

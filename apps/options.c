@@ -6,6 +6,7 @@
  */
 #define _POSIX_C_SOURCE 200809L /* sysconf */
 #include "options.h"
+#include "report.h"
 
 #include <stdarg.h>
 #include <string.h>
@@ -429,6 +430,28 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
         return refuse(message, capacity, "--stats-json needs a file; stdout is for the text");
     }
     return true;
+}
+
+bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options,
+                      const char *program, const char *arguments, int *out_exit) {
+    char message[512];
+    const dt_shared_options *shared = options;
+    const bool parsed = dt_options_parse(groups, n_groups, argc, argv, options, message, sizeof message);
+    *out_exit = 0;
+    if (shared->help) {
+        printf("usage: %s %s\n", program, arguments);
+        dt_options_help(stdout, groups, n_groups);
+    } else if (shared->version) {
+        printf("DeepTutor %s\n", DT_VERSION);
+    } else if (!parsed) {
+        fprintf(stderr, "error: %s\n", message);
+        *out_exit = 2;
+    } else if (dt_wants_devices(shared)) {
+        *out_exit = dt_print_devices();
+    } else {
+        return true;
+    }
+    return false;
 }
 
 bool dt_wants_devices(const dt_shared_options *o) { return o->device != NULL && strcmp(o->device, "list") == 0; }

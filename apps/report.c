@@ -92,6 +92,26 @@ int dt_print_devices(void) {
     return 0;
 }
 
+dt_status dt_report_eviction(const dt_eviction *eviction, const char *more, dt_error *error) {
+    if (eviction == NULL) {
+        dt_report(DT_LOG_INFO, "TLC: off");
+        return DT_OK;
+    }
+    char *lines = NULL;
+    const dt_status status = dt_eviction_describe(eviction, &lines, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    dt_report(DT_LOG_INFO, "TLC: on, %s%s", dt_eviction_name(eviction), more);
+    for (char *line = lines; *line != 0;) {
+        const size_t n = strcspn(line, "\n");
+        dt_report(DT_LOG_INFO, "%.*s", (int)n, line);
+        line += n + (line[n] == '\n');
+    }
+    dt_free(lines);
+    return DT_OK;
+}
+
 void dt_report_init(dt_log_level level, bool bar) {
     report.level = level;
     report.bar = bar && level >= DT_LOG_INFO && isatty(STDERR_FILENO);

@@ -4,6 +4,8 @@
  */
 #include "rouge.h"
 
+#include "utf8.h"
+
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,30 +13,19 @@
 #define FIRST_UNSPACED 0x2E80u
 #define BROKEN UINT32_MAX
 
-/* The character that begins at text[0], n >= 1 bytes left; BROKEN (of 1 byte) where there is none: overlong, surrogate, cut short. */
-static uint32_t next_character(const unsigned char *text, size_t n, size_t *out_bytes) {
-    static const uint32_t smallest[] = {0, 0, 0x80, 0x800, 0x10000};
-    const unsigned char first = text[0];
-    const size_t length = first < 0x80                    ? 1
-                          : first >= 0xC2 && first < 0xE0 ? 2
-                          : first >= 0xE0 && first < 0xF0 ? 3
-                          : first >= 0xF0 && first < 0xF5 ? 4
-                                                          : 0;
-    *out_bytes = 1;
-    if (length < 2 || length > n) {
+/* The character that begins at text[0], n >= 1 bytes left; BROKEN (of 1 byte) where there is none. */
+static uint32_t next_character(const char *text, size_t n, size_t *out_bytes) {
+    bool open;
+    const size_t length = dt_character_at(text, n, &open);
+    const unsigned char first = (unsigned char)text[0];
+    *out_bytes = length > 0 ? length : 1;
+    if (length < 2) {
         return length == 1 ? first : BROKEN;
     }
     uint32_t c = first & (0x7Fu >> length);
     for (size_t i = 1; i < length; i++) {
-        if ((text[i] & 0xC0) != 0x80) {
-            return BROKEN;
-        }
-        c = c << 6 | (text[i] & 0x3Fu);
+        c = c << 6 | ((unsigned char)text[i] & 0x3Fu);
     }
-    if (c < smallest[length] || c > 0x10FFFF || (c >= 0xD800 && c < 0xE000)) {
-        return BROKEN;
-    }
-    *out_bytes = length;
     return c;
 }
 
@@ -57,7 +48,7 @@ static size_t split_words(const char *text, size_t n, uint64_t *words) {
         uint32_t c = BROKEN;
         n_bytes = 1;
         if (i < n) {
-            c = next_character((const unsigned char *)text + i, n - i, &n_bytes);
+            c = next_character(text + i, n - i, &n_bytes);
         }
         c = c >= 'A' && c <= 'Z' ? c + ('a' - 'A') : c;
         const bool alone = c >= FIRST_UNSPACED, inside = is_in_word(c);
@@ -105,20 +96,4 @@ bool dt_rouge_l(const char *a, size_t n_a, const char *b, size_t n_b, double *ou
     free(words);
     free(row);
     return done;
-}
-
-char *dt_valid_utf8(const char *text, size_t n) {
-    char *out = malloc(n * 3 + 1), *to = out;
-    if (out == NULL) {
-        return NULL;
-    }
-    for (size_t i = 0, n_bytes = 0; i < n; i += n_bytes) {
-        const uint32_t c = next_character((const unsigned char *)text + i, n - i, &n_bytes);
-        const bool keeps = c != BROKEN && c != 0;
-        const size_t n_out = keeps ? n_bytes : 3;
-        memcpy(to, keeps ? text + i : "\xEF\xBF\xBD", n_out);
-        to += n_out;
-    }
-    *to = 0;
-    return out;
 }

@@ -13,7 +13,5 @@
 
 /* Texts are UTF-8; broken bytes separate words. 1 where neither has a word. False when there is no memory. */
 bool dt_rouge_l(const char *a, size_t n_a, const char *b, size_t n_b, double *out);
-/* Copies text[n] with U+FFFD in place of every byte that is not UTF-8, for JSON. Free with free(); NULL when there is no memory. */
-char *dt_valid_utf8(const char *text, size_t n);
 
 #endif

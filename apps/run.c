@@ -44,6 +44,11 @@ void dt_run_signals(void) {
     sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */
 }
 
+uint64_t dt_half_of_memory(void) {
+    const long pages = sysconf(_SC_PHYS_PAGES), bytes = sysconf(_SC_PAGESIZE);
+    return pages > 0 && bytes > 0 ? (uint64_t)pages * (uint64_t)bytes / 2 : (uint64_t)2 << 30;
+}
+
 /* ---- output ------------------------------------------------------------------------------------- */
 
 static void write_bytes(dt_output *output, const char *bytes, size_t n) {

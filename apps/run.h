@@ -17,6 +17,8 @@
 extern volatile sig_atomic_t dt_interrupted;
 /* Signals as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
 void dt_run_signals(void);
+/* What caches may take where nobody says: half of the machine's memory, in bytes. */
+uint64_t dt_half_of_memory(void);
 
 typedef struct dt_output {
     char held[4]; /* beginning of a character */

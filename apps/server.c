@@ -91,11 +91,6 @@ static dt_status read_key(const char *path, char **out, dt_error *error) {
     return status;
 }
 
-static uint64_t half_of_memory(void) {
-    const long pages = sysconf(_SC_PHYS_PAGES), bytes = sysconf(_SC_PAGESIZE);
-    return pages > 0 && bytes > 0 ? (uint64_t)pages * (uint64_t)bytes / 2 : (uint64_t)2 << 30;
-}
-
 /* The file's name without folder and ending. free(). */
 static char *name_of(const char *path) {
     const char *slash = strrchr(path, '/');
@@ -118,24 +113,11 @@ static dt_status probe_context(const dt_model *model, const dt_session_params *s
     if (status == DT_OK) {
         dt_session_stats stats;
         dt_session_get_stats(probe, &stats);
-        *out = stats.n_ctx;
+        const int32_t asked = params.n_ctx > 0 ? params.n_ctx : dt_model_get_info(model)->n_ctx_train;
+        *out = stats.n_ctx < asked ? stats.n_ctx : asked; /* one that evicts may go on for ever; this is how far it sees */
     }
     dt_session_free(probe);
     return status;
-}
-
-static void tell_eviction(const dt_eviction *eviction) {
-    char *lines = NULL;
-    dt_error error;
-    if (eviction == NULL) {
-        dt_report(DT_LOG_INFO, "TLC: off");
-    } else if (dt_eviction_describe(eviction, &lines, &error) == DT_OK) {
-        dt_report(DT_LOG_INFO, "TLC: on, %s", dt_eviction_name(eviction));
-        for (char *line = strtok(lines, "\n"); line != NULL; line = strtok(NULL, "\n")) {
-            dt_report(DT_LOG_INFO, "%s", line);
-        }
-        dt_free(lines);
-    }
 }
 
 /* Serves until a signal comes. */
@@ -189,7 +171,7 @@ static int with_model(const server_options *o, const dt_model *model, const char
     dt_shared_options_session(&o->shared, &params.session);
     dt_shared_options_sampler(&o->shared, grammar, &api.sampling);
     params.session.n_batch = o->shared.n_batch > 0 ? params.session.n_batch : 256; /* others wait while a chunk is read */
-    params.session.kv_memory = o->shared.kv_memory > 0 ? params.session.kv_memory : half_of_memory();
+    params.session.kv_memory = o->shared.kv_memory > 0 ? params.session.kv_memory : dt_half_of_memory();
     dt_status status = dt_shared_options_eviction(&o->shared, model, &eviction, &error);
     if (status == DT_OK) {
         status = probe_context(model, &params.session, eviction, &api.n_ctx, &error);
@@ -203,7 +185,7 @@ static int with_model(const server_options *o, const dt_model *model, const char
     if (status != DT_OK) {
         exit_code = fail(&error, true);
     } else if (name != NULL && eviction_key != NULL) {
-        tell_eviction(eviction);
+        (void)dt_report_eviction(eviction, "", NULL); /* a line that is missing for lack of memory stops no server */
         api.name = name;
         api.scheduler = scheduler;
         api.eviction = eviction;
@@ -248,7 +230,9 @@ static int run_all(const server_options *o) {
 }
 
 int main(int argc, char **argv) {
+    static const char program[] = "deeptutor-server", arguments[] = "-m FILE [flags]";
     char message[512];
+    int exit_code;
     server_options o = {.host = "127.0.0.1",
                         .port = 8080,
                         .n_parallel = 8,
@@ -262,22 +246,13 @@ int main(int argc, char **argv) {
     dt_shared_options_init(&o.shared);
     dt_run_signals();
     umask(077); /* what was said is nobody else's to read, in whatever folder it is kept */
-    const bool parsed = dt_options_parse(groups, N_GROUPS, argc, argv, &o, message, sizeof message);
-    if (o.shared.help || argc < 2) {
-        fprintf(o.shared.help ? stdout : stderr, "usage: deeptutor-server -m FILE [flags]\n");
+    if (argc < 2) {
+        fprintf(stderr, "usage: %s %s\n", program, arguments);
     }
-    if (o.shared.help) {
-        dt_options_help(stdout, groups, N_GROUPS);
-        return 0;
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, program, arguments, &exit_code)) {
+        return exit_code;
     }
-    if (o.shared.version) {
-        printf("DeepTutor %s\n", DT_VERSION);
-        return 0;
-    }
-    if (parsed && dt_wants_devices(&o.shared)) {
-        return dt_print_devices();
-    }
-    if (!parsed || !check(&o, message, sizeof message)) {
+    if (!check(&o, message, sizeof message)) {
         fprintf(stderr, "error: %s\n", message);
         return 2;
     }

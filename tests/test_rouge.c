@@ -3,6 +3,7 @@
  * compares it with a computation in Python.
  */
 #include "../apps/rouge.h"
+#include "../apps/utf8.h"
 #include "support/cmocka_all.h"
 
 #include <math.h>
@@ -53,7 +54,8 @@ static void test_broken_bytes(void **state) {
     assert_score("ab\xE4\xB8", "ab", 1);         /* cut short */
     assert_score("ab\xC0\xAF", "ab", 1);         /* overlong */
     assert_score("ab\xED\xA0\x80 x", "ab x", 1); /* a surrogate */
-    char *valid = dt_valid_utf8("a\xFF\xE4\xB8\xAD\xE4\xB8\0b", 9);
+    size_t n;
+    char *valid = dt_repair_utf8("a\xFF\xE4\xB8\xAD\xE4\xB8\0b", 9, &n);
     assert_non_null(valid);
     assert_string_equal(valid, "a\xEF\xBF\xBD\xE4\xB8\xAD\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD"
                                "b");
