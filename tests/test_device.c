@@ -46,15 +46,7 @@ static double tolerance(const way *w, dt_kv_type type) {
     return type == DT_KV_INT8 ? INT8_TOLERANCE : products ? PRODUCTS_TOLERANCE : FUSED_TOLERANCE;
 }
 
-static tiny_model_params model_params(void) {
-    tiny_model_params p = tiny_model_default_params();
-    p.type = GGML_TYPE_F32;
-    p.n_layers = 3;
-    p.n_ctx = N_CTX;
-    p.n_heads = 6;
-    p.n_kv_heads = 2;
-    return p;
-}
+static tiny_model_params model_params(void) { return three_layers(N_CTX); }
 
 static dt_model *open_on(const char *path, const way *w) {
     const dt_model_params params = {.no_extra_buffers = true, .device = w->device, .n_device_layers = w->n_layers};

@@ -25,31 +25,11 @@
     "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 32, \"min_cache_size\": 8, \"recent_window\": 8}}"
 #define WINDOW_32 "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 32, \"min_cache_size\": 8, \"recent_window\": 8}}"
 
-typedef struct fixture {
-    dt_model *model;
-    size_t n_vocab;
-    int32_t tokens[N_CTX];
-} fixture;
+typedef engine_fixture fixture;
 
 static int setup(void **state) {
-    fixture *f = calloc(1, sizeof *f);
-    tiny_model_params p = tiny_model_default_params();
-    p.type = GGML_TYPE_F32;
-    p.n_layers = 3;
-    p.n_ctx = N_CTX;
-    p.n_heads = 6;
-    p.n_kv_heads = 2;
-    f->model = open_model(write_tiny(&p), true);
-    f->n_vocab = (size_t)dt_model_get_info(f->model)->n_vocab;
-    random_tokens(f->tokens, N_CTX, 3, (int32_t)f->n_vocab, 5);
-    *state = f;
-    return 0;
-}
-
-static int teardown(void **state) {
-    fixture *f = *state;
-    dt_model_close(f->model);
-    free(f);
+    const tiny_model_params p = three_layers(N_CTX);
+    *state = open_engine_fixture(&p, N_CTX, 5);
     return 0;
 }
 
@@ -432,5 +412,5 @@ int main(void) {
         cmocka_unit_test(test_cancelling_leaves_a_usable_session),
         cmocka_unit_test(test_bad_calls_are_errors),
     };
-    return cmocka_run_group_tests(tests, setup, teardown);
+    return cmocka_run_group_tests(tests, setup, close_engine_fixture);
 }

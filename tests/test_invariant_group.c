@@ -32,12 +32,7 @@ typedef struct fixture {
 
 static int setup(void **state) {
     fixture *f = calloc(1, sizeof *f);
-    tiny_model_params p = tiny_model_default_params();
-    p.type = GGML_TYPE_F32;
-    p.n_layers = 3;
-    p.n_ctx = N_CTX;
-    p.n_heads = 6;
-    p.n_kv_heads = 2;
+    const tiny_model_params p = three_layers(N_CTX);
     f->model = open_model(write_tiny(&p), true);
     f->n_vocab = (size_t)dt_model_get_info(f->model)->n_vocab;
     f->scored = eviction_from_json(f->model, "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 48, "

@@ -21,11 +21,7 @@
     "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 48, \"recent_window\": 16}}"
 #define NO_SINKS "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 48, \"recent_window\": 16, \"sink_tokens\": 0}}"
 
-typedef struct fixture {
-    dt_model *model;
-    size_t n_vocab;
-    int32_t tokens[N_TOKENS];
-} fixture;
+typedef engine_fixture fixture;
 
 static tiny_model_params small_model(void) {
     tiny_model_params p = tiny_model_default_params();
@@ -34,19 +30,8 @@ static tiny_model_params small_model(void) {
 }
 
 static int setup(void **state) {
-    fixture *f = calloc(1, sizeof *f);
     const tiny_model_params p = small_model();
-    f->model = open_model(write_tiny(&p), true);
-    f->n_vocab = (size_t)dt_model_get_info(f->model)->n_vocab;
-    random_tokens(f->tokens, N_TOKENS, 3, (int32_t)f->n_vocab, 5);
-    *state = f;
-    return 0;
-}
-
-static int teardown(void **state) {
-    fixture *f = *state;
-    dt_model_close(f->model);
-    free(f);
+    *state = open_engine_fixture(&p, N_TOKENS, 5);
     return 0;
 }
 
@@ -453,5 +438,5 @@ int main(void) {
         cmocka_unit_test(test_full_prefill_past_the_context),
         cmocka_unit_test(test_the_last_numbers_are_refused),
     };
-    return cmocka_run_group_tests_name("long", tests, setup, teardown);
+    return cmocka_run_group_tests_name("long", tests, setup, close_engine_fixture);
 }

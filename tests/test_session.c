@@ -20,31 +20,11 @@
     "{\"budget\": \"adaptive\", \"total_cache_size\": 96, \"layers\": {\"0-\": {\"policy\": \"importance_score\", \"score\": "     \
     "\"reconstruct\"}}}"
 
-typedef struct fixture {
-    dt_model *model;
-    size_t n_vocab;
-    int32_t tokens[N_CTX];
-} fixture;
+typedef engine_fixture fixture;
 
 static int setup(void **state) {
-    fixture *f = calloc(1, sizeof *f);
-    tiny_model_params p = tiny_model_default_params();
-    p.type = GGML_TYPE_F32;
-    p.n_layers = 3;
-    p.n_ctx = N_CTX;
-    p.n_heads = 6;
-    p.n_kv_heads = 2;
-    f->model = open_model(write_tiny(&p), true);
-    f->n_vocab = (size_t)dt_model_get_info(f->model)->n_vocab;
-    random_tokens(f->tokens, N_CTX, 3, (int32_t)f->n_vocab, 11);
-    *state = f;
-    return 0;
-}
-
-static int teardown(void **state) {
-    fixture *f = *state;
-    dt_model_close(f->model);
-    free(f);
+    const tiny_model_params p = three_layers(N_CTX);
+    *state = open_engine_fixture(&p, N_CTX, 11);
     return 0;
 }
 
@@ -305,5 +285,5 @@ int main(void) {
         cmocka_unit_test(test_a_stretch_sees_itself_and_the_first_block),
         cmocka_unit_test(test_rounds_with_repetition),
     };
-    return cmocka_run_group_tests_name("session", tests, setup, teardown);
+    return cmocka_run_group_tests_name("session", tests, setup, close_engine_fixture);
 }

@@ -14,27 +14,12 @@
 #define N_REPLY 60
 #define SCORED "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 48, \"recent_window\": 16}}"
 
-typedef struct fixture {
-    dt_model *model;
-    size_t n_vocab;
-    int32_t tokens[N_CTX];
-} fixture;
+typedef engine_fixture fixture;
 
 static int setup(void **state) {
-    fixture *f = calloc(1, sizeof *f);
     tiny_model_params p = tiny_model_default_params();
     p.n_ctx = N_CTX;
-    f->model = open_model(write_tiny(&p), true);
-    f->n_vocab = (size_t)dt_model_get_info(f->model)->n_vocab;
-    random_tokens(f->tokens, N_CTX, 3, (int32_t)f->n_vocab, 5);
-    *state = f;
-    return 0;
-}
-
-static int teardown(void **state) {
-    fixture *f = *state;
-    dt_model_close(f->model);
-    free(f);
+    *state = open_engine_fixture(&p, N_CTX, 5);
     return 0;
 }
 
@@ -221,5 +206,5 @@ int main(void) {
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_forks_are_not_limited),
     };
-    return cmocka_run_group_tests_name("snapshot", tests, setup, teardown);
+    return cmocka_run_group_tests_name("snapshot", tests, setup, close_engine_fixture);
 }

@@ -56,6 +56,33 @@ dt_session *open_session(const dt_model *model, const dt_session_params *params)
     return session;
 }
 
+engine_fixture *open_engine_fixture(const tiny_model_params *params, size_t n_tokens, uint64_t seed) {
+    engine_fixture *f = calloc(1, sizeof *f);
+    f->model = open_model(write_tiny(params), true);
+    f->n_vocab = (size_t)dt_model_get_info(f->model)->n_vocab;
+    f->tokens = calloc(n_tokens, sizeof *f->tokens);
+    random_tokens(f->tokens, n_tokens, 3, (int32_t)f->n_vocab, seed);
+    return f;
+}
+
+int close_engine_fixture(void **state) {
+    engine_fixture *f = *state;
+    dt_model_close(f->model);
+    free(f->tokens);
+    free(f);
+    return 0;
+}
+
+tiny_model_params three_layers(int32_t n_ctx) {
+    tiny_model_params p = tiny_model_default_params();
+    p.type = GGML_TYPE_F32;
+    p.n_layers = 3;
+    p.n_ctx = n_ctx;
+    p.n_heads = 6;
+    p.n_kv_heads = 2;
+    return p;
+}
+
 dt_eviction *eviction_from_json(const dt_model *model, const char *json) {
     const char *path = new_temporary(".json");
     FILE *file = fopen(path, "wb");

@@ -12,6 +12,16 @@
 const char *write_tiny(const tiny_model_params *params);
 dt_model *open_model(const char *path, bool exact);
 dt_session *open_session(const dt_model *model, const dt_session_params *params);
+/* A tiny model and random tokens, for cmocka's group setup and teardown of one file; the same for the same arguments. */
+typedef struct engine_fixture {
+    dt_model *model;
+    size_t n_vocab;
+    int32_t *tokens;
+} engine_fixture;
+engine_fixture *open_engine_fixture(const tiny_model_params *params, size_t n_tokens, uint64_t seed);
+int close_engine_fixture(void **state);
+/* Three layers of F32 weights, three query heads to a key head: what most tests of sessions use. */
+tiny_model_params three_layers(int32_t n_ctx);
 /* An eviction config from JSON text. */
 dt_eviction *eviction_from_json(const dt_model *model, const char *json);
 /* dt_session_sync that must succeed; returns the result. */
