@@ -1,10 +1,10 @@
 /*
- * OpenAI's API as data: JSON bodies to jobs, and what came of jobs to JSON. Used by the server and by batch jobs; knows no HTTP but its
- * status codes.
+ * OpenAI's API as data: JSON bodies to jobs, and what came of jobs to JSON. Used by the server and by batch jobs; knows no HTTP but
+ * its status codes.
  *
- * Invariants: a body is accepted whole or refused with a sentence that names the field; what can't be done is refused, what is unknown is
- * ignored, as OpenAI's own servers do; JSON that goes out is valid UTF-8 whatever the model said; streamed pieces put together are the
- * text that would have come at once.
+ * Invariants: a body is accepted whole or refused with a sentence that names the field; what can't be done is refused, what is
+ * unknown is ignored, as OpenAI's own servers do; JSON that goes out is valid UTF-8 whatever the model said; streamed pieces put
+ * together are the text that would have come at once.
  */
 #ifndef DT_APPS_API_H
 #define DT_APPS_API_H

@@ -1,8 +1,8 @@
 /*
  * JSON bodies to jobs. See api.h.
  *
- * The body is parsed by jansson, which refuses what is not UTF-8, NUL characters, numbers out of range and nesting beyond 2048; deeper
- * uses of a value (grammars, templates) have bounds of their own in the library.
+ * The body is parsed by jansson, which refuses what is not UTF-8, NUL characters, numbers out of range and nesting beyond 2048;
+ * deeper uses of a value (grammars, templates) have bounds of their own in the library.
  */
 #define _POSIX_C_SOURCE 200809L /* strdup */
 #include "api.h"

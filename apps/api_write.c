@@ -1,8 +1,8 @@
 /*
  * What came of jobs, as JSON. See api.h.
  *
- * A running job is looked at through a copy of what is new (a delta), taken under its lock, so that the scheduler's thread never waits
- * for JSON being written.
+ * A running job is looked at through a copy of what is new (a delta), taken under its lock, so that the scheduler's thread never
+ * waits for JSON being written.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "api.h"

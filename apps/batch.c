@@ -4,7 +4,8 @@
  * This thread reads rows, hands them to the scheduler (scheduler.h) and writes lines; a few rows more than are computed at once are
  * underway, so that none is waited for. What the first rows have in common at their beginning is computed once, before them.
  *
- * Exit code 0: every row has its line, good or bad; 1: the run failed or was interrupted, and the same command goes on; 2: bad usage.
+ * Exit code 0: every row has its line, good or bad; 1: the run failed or was interrupted, and the same command goes on; 2: bad
+ * usage.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "api.h"

@@ -1,8 +1,8 @@
 /*
  * What a batch has to do: the rows of a JSON Lines file, or the texts of a folder; and which of it an earlier run has done.
  *
- * Invariants: every row has a number that stays its own as long as the input stays the same, and its line in the output carries it; a
- * row that can't be read is a row still.
+ * Invariants: every row has a number that stays its own as long as the input stays the same, and its line in the output carries it;
+ * a row that can't be read is a row still.
  */
 #ifndef DT_APPS_BATCH_INPUT_H
 #define DT_APPS_BATCH_INPUT_H
@@ -24,7 +24,8 @@ typedef struct dt_batch_row {
     char error[256]; /* "" */
 } dt_batch_row;
 
-/* path: a file, or a folder where `each` is given: the request's text, {text} in it stands for the file's. chat: it is a message. */
+/* path: a file, or a folder where `each` is given: the request's text, {text} in it stands for the file's. chat: it is a message.
+ */
 dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_batch_input **out, dt_error *error);
 void dt_batch_input_close(dt_batch_input *input);
 /* Rows there are, empty lines left out. */
@@ -35,8 +36,8 @@ void dt_batch_row_free(dt_batch_row *row);
 
 /* The output file. Lines are written whole, each at once, and none is repeated. */
 typedef struct dt_batch_output dt_batch_output;
-/* Opens it for going on: a last line that was cut off is removed. Refuses the input itself, by whatever name, and files with something
- * else in them. */
+/* Opens it for going on: a last line that was cut off is removed. Refuses the input itself, by whatever name, and files with
+ * something else in them. */
 dt_status dt_batch_output_open(const char *path, const char *input_path, dt_batch_output **out, dt_error *error);
 void dt_batch_output_close(dt_batch_output *output);
 /* Whether an earlier run has written this row's line. DT_ERR_ARGUMENT where that line is another row's: the input has changed. */

@@ -4,8 +4,8 @@
  * For every depth, with TLC off and, where asked for, on: reading the whole prompt up to there, reading n_prompt tokens on top
  * of it, and decoding. A repeat goes back to the depth where that is possible (nothing evicted) and goes on from where it is
  * where it is not (an evicted cache stays at its size). Rows hold the median and the extremes of the repeats; the bytes that a
- * decode step has to read over the bandwidth measured at the start give the bound. With --parallel, several conversations of the depth
- * are decoded in one batch, and tokens per second are those of all.
+ * decode step has to read over the bandwidth measured at the start give the bound. With --parallel, several conversations of the
+ * depth are decoded in one batch, and tokens per second are those of all.
  *
  * Invariant: nothing of a measurement is printed before it is whole; stdout holds the table and nothing else.
  */

@@ -432,8 +432,8 @@ static void begin_input(input *in) {
     }
 }
 
-/* Waits until a terminal has a line. False with errno EINTR when a signal came, however short before the wait: signals are let in by
- * the wait alone. */
+/* Waits until a terminal has a line. False with errno EINTR when a signal came, however short before the wait: signals are let in
+ * by the wait alone. */
 static bool wait_for_line(void) {
     sigset_t signals, before;
     sigemptyset(&signals);

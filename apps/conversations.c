@@ -124,8 +124,8 @@ static uint64_t session_bytes(const dt_session *session) {
     return stats.kv_bytes;
 }
 
-/* Of what a session may come to, the bytes that are allocated already and stay its own. The last block of each lane is copied when it is
- * shared; where tokens are evicted, any may be. */
+/* Of what a session may come to, the bytes that are allocated already and stay its own. The last block of each lane is copied when
+ * it is shared; where tokens are evicted, any may be. */
 static uint64_t own_bytes(const dt_session *session, bool shares, bool evicts) {
     const uint64_t now = session_bytes(session), copied = shares ? dt_session_kv_bound(session, 1) : 0;
     return (shares && evicts) || copied > now ? 0 : now - copied;

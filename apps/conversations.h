@@ -1,13 +1,14 @@
 /*
  * The caches of conversations between requests: one-time caching across requests, in memory, then on disk.
  *
- * A request states its whole conversation. What of it is cached already is found twice. As text: a reply that comes back as text gets
- * the very tokens it was generated with, since tokenizing it anew may cut it differently. Then as tokens: the session that shares the
- * longest beginning is extended, or forked where the request leaves it before its end or another request is using it.
+ * A request states its whole conversation. What of it is cached already is found twice. As text: a reply that comes back as text
+ * gets the very tokens it was generated with, since tokenizing it anew may cut it differently. Then as tokens: the session that
+ * shares the longest beginning is extended, or forked where the request leaves it before its end or another request is using it.
  *
- * Invariants: a session is touched by the scheduler's thread only, what is looked up as text by any thread under the lock. The bytes
- * of all caches together with what was promised to running requests never pass the ceiling: idle conversations leave memory first,
- * least recently used first. A file is whole or not there, and its index, beside it, is checked against it when it is loaded.
+ * Invariants: a session is touched by the scheduler's thread only, what is looked up as text by any thread under the lock. The
+ * bytes of all caches together with what was promised to running requests never pass the ceiling: idle conversations leave memory
+ * first, least recently used first. A file is whole or not there, and its index, beside it, is checked against it when it is
+ * loaded.
  */
 #ifndef DT_APPS_CONVERSATIONS_H
 #define DT_APPS_CONVERSATIONS_H
@@ -39,8 +40,8 @@ dt_status dt_conversations_tokenize(dt_conversations *all, const char *text, siz
 /* The scheduler's thread only, from here on. A conversation in use belongs to who took it until it is kept or dropped. */
 typedef struct dt_conversation dt_conversation;
 dt_session *dt_conversation_session(const dt_conversation *conversation);
-/* A conversation for job->tokens; its session holds what could be reused, *result says how much. NULL in *out with DT_OK: not now, for
- * n_choices replies would pass the ceiling while others are running; DT_ERR_LIMIT where it never fits. */
+/* A conversation for job->tokens; its session holds what could be reused, *result says how much. NULL in *out with DT_OK: not now,
+ * for n_choices replies would pass the ceiling while others are running; DT_ERR_LIMIT where it never fits. */
 dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_conversation **out, dt_sync_result *result,
                                 dt_error *error);
 /* One more reply from where `from` stands. Its memory was promised by take. */

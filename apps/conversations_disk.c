@@ -1,9 +1,10 @@
 /*
- * Conversations on disk: for each a session file (docs/session-format.md) and an index beside it, JSON, with what is needed to find it
- * by text and by tokens without reading the cache.
+ * Conversations on disk: for each a session file (docs/session-format.md) and an index beside it, JSON, with what is needed to find
+ * it by text and by tokens without reading the cache.
  *
- * Invariants: the session file is written first and whole, then the index; what is loaded is compared with its index, and what doesn't
- * fit is dropped. Only files named as below are touched. One process uses a folder at a time. The files can be read by their owner only.
+ * Invariants: the session file is written first and whole, then the index; what is loaded is compared with its index, and what
+ * doesn't fit is dropped. Only files named as below are touched. One process uses a folder at a time. The files can be read by
+ * their owner only.
  */
 #define _DEFAULT_SOURCE /* flock, strdup */
 #include "conversations_internal.h"

@@ -9,7 +9,8 @@
 struct dt_conversation {
     uint64_t id;
     char *key; /* of its eviction settings */
-    /* The text of the last prompt, and of the reply behind it as the client got it; their tokens, end tokens left out. NULL: no text */
+    /* The text of the last prompt, and of the reply behind it as the client got it; their tokens, end tokens left out. NULL: no
+     * text */
     char *text;
     size_t n_text, n_prompt_text;
     int32_t *tokens;

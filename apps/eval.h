@@ -55,7 +55,8 @@ dt_status eval_ab(eval *e, dt_error *error);
 /* Reads and checks the lines of ab's input; needs no model. */
 dt_status eval_ab_read(eval *e, dt_error *error);
 
-/* A session that collects what the settings' scores need and evicts nothing; forks of it are compared. Free with dt_session_free. */
+/* A session that collects what the settings' scores need and evicts nothing; forks of it are compared. Free with dt_session_free.
+ */
 dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error);
 /* The fork under settings[i], as --evict says; with streaming prefill a session that reads tokens[n] itself. */
 dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval_setting *setting, dt_session **out,

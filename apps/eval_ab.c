@@ -1,9 +1,9 @@
 /*
  * deeptutor-eval ab: the test to run before production. The same prompts with the same seeds, eviction off and on, and a verdict.
  *
- * Every sample is computed twice in sessions of its own, as ./main would, so that speed and memory are those of a real run; which side
- * comes first alternates. Compared are the two outputs: the same tokens or not, ROUGE-L of the texts, the share of tokens that agree
- * place by place. The input is checked to its end before anything is generated: a wrong line costs no time.
+ * Every sample is computed twice in sessions of its own, as ./main would, so that speed and memory are those of a real run; which
+ * side comes first alternates. Compared are the two outputs: the same tokens or not, ROUGE-L of the texts, the share of tokens that
+ * agree place by place. The input is checked to its end before anything is generated: a wrong line costs no time.
  */
 #include "eval.h"
 #include "rouge.h"

@@ -1,9 +1,9 @@
 /*
  * deeptutor-eval calibrate: learns once per model what tells that a token will be needed, and writes an eviction config with it.
  *
- * Pieces of a text are read and repeated (score reconstruct); from all of them dt_calibration learns to foretell the scores from keys
- * and values, per KV head. Later runs use that at no cost (score predict). The table shows what each head got of one shared budget: a
- * few look far back and need nearly everything, most need the first tokens and the latest ones.
+ * Pieces of a text are read and repeated (score reconstruct); from all of them dt_calibration learns to foretell the scores from
+ * keys and values, per KV head. Later runs use that at no cost (score predict). The table shows what each head got of one shared
+ * budget: a few look far back and need nearly everything, most need the first tokens and the latest ones.
  */
 #include "eval.h"
 

@@ -3,8 +3,8 @@
  *
  * A chunk of the text is read as context; then its continuation is fed token by token to the full cache and to a fork of it under
  * each setting. After every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token
- * likeliest, and the negative log likelihood that each gives to the token that follows. Means are over tokens, then over chunks; the
- * standard error is that of the mean over chunks.
+ * likeliest, and the negative log likelihood that each gives to the token that follows. Means are over tokens, then over chunks;
+ * the standard error is that of the mean over chunks.
  */
 #include "eval_map.h"
 

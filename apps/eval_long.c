@@ -2,8 +2,9 @@
  * deeptutor-eval long: whether a conversation far beyond the context still predicts as one within it.
  *
  * One session reads the text from its beginning, with streaming prefill and eviction, far past the context. Pieces of the text are
- * scored on the way, token by token. Another session, begun one context's length before the piece under the same settings, scores the
- * same piece: so the text's difficulty cancels, and what remains is what the length costs. Perplexity is compared over all pieces.
+ * scored on the way, token by token. Another session, begun one context's length before the piece under the same settings, scores
+ * the same piece: so the text's difficulty cancels, and what remains is what the length costs. Perplexity is compared over all
+ * pieces.
  */
 #include "eval.h"
 

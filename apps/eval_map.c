@@ -84,8 +84,8 @@ static void free_lane(lane *l) {
     dt_free(l->mass);
 }
 
-/* Attention by position in the full lane, and the part of it that goes to what the evicted one has. What the running means began with
- * is the same for all entries, and among thousands there is one that got next to nothing: the smallest is taken off. */
+/* Attention by position in the full lane, and the part of it that goes to what the evicted one has. What the running means began
+ * with is the same for all entries, and among thousands there is one that got next to nothing: the smallest is taken off. */
 static void add_mass(eval_map *map, size_t setting, size_t layer, lane *full, const lane *evicted) {
     double sum = 0, kept = 0;
     float smallest = full->n > 0 ? full->mass[0] : 0;

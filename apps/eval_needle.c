@@ -3,7 +3,8 @@
  *
  * Each sample takes a stretch of the haystack, puts "The special magic number for CITY is NNNNN." at seeded random depths, and asks
  * for each number with greedy decoding; all five digits must come back. `after`: the cache is evicted before any question is known,
- * and every question is put to a fork of that one evicted cache. `aware`: the question is the end of the prompt when eviction happens.
+ * and every question is put to a fork of that one evicted cache. `aware`: the question is the end of the prompt when eviction
+ * happens.
  */
 #include "eval.h"
 

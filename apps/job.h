@@ -1,6 +1,6 @@
 /*
- * A job: a prompt, how to go on from it, and what came of it so far. The unit that the scheduler works on; a request of a client is one
- * job or, with several prompts, several.
+ * A job: a prompt, how to go on from it, and what came of it so far. The unit that the scheduler works on; a request of a client is
+ * one job or, with several prompts, several.
  *
  * Invariants: what is asked for does not change once the job is submitted. What came of it is written by the scheduler's thread and
  * read by others under `lock`; text only grows, and nothing at or past n_safe is shown before the choice has finished, so that a
@@ -98,8 +98,8 @@ dt_job *dt_job_new(void);
 void dt_job_free(dt_job *job);
 
 /* The scheduler's side. Each takes the lock; false: out of memory. */
-/* Adds a token to a reply. logits[n_vocab] are those it was drawn from; NULL where no logprobs are wanted. Finds stop strings: then,
- * or when max_tokens are reached, the choice is finished. */
+/* Adds a token to a reply. logits[n_vocab] are those it was drawn from; NULL where no logprobs are wanted. Finds stop strings:
+ * then, or when max_tokens are reached, the choice is finished. */
 bool dt_job_add_token(dt_job *job, int32_t choice, const dt_model *model, int32_t token, const float *logits);
 /* Adds the record of prompt token i, drawn from logits (NULL: the first one). */
 bool dt_job_add_prompt_record(dt_job *job, const dt_model *model, size_t i, const float *logits);
@@ -107,7 +107,8 @@ void dt_job_finish_choice(dt_job *job, int32_t choice, dt_finish finish);
 /* The whole job is over; wakes whoever waits. error NULL: it went well. */
 void dt_job_finish(dt_job *job, const dt_error *error);
 
-/* A text after which `reply` continues, white space around it aside: where it ends in text[n]; SIZE_MAX where it isn't at the front. */
+/* A text after which `reply` continues, white space around it aside: where it ends in text[n]; SIZE_MAX where it isn't at the
+ * front. */
 size_t dt_after_reply(const char *text, size_t n, const char *reply, size_t n_reply);
 
 #endif

@@ -1,6 +1,6 @@
 /*
- * Prometheus text. See metrics.h. Numbers are printed as whole ones, or as digits around a point of our own, since printf's depends on
- * the locale.
+ * Prometheus text. See metrics.h. Numbers are printed as whole ones, or as digits around a point of our own, since printf's depends
+ * on the locale.
  */
 #include "metrics.h"
 

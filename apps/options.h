@@ -78,8 +78,8 @@ bool dt_parse_size(const char *text, int64_t *out);
 bool dt_shared_options_check(const dt_shared_options *options, char *message, size_t capacity);
 /* --device list was given. */
 bool dt_wants_devices(const dt_shared_options *options);
-/* What programs do first with their command line: --help, --version, --device list, flags that are none. True to go on; else the program
- * ends with *out_exit. options begins with dt_shared_options, initialized; the usage is "PROGRAM ARGUMENTS". */
+/* What programs do first with their command line: --help, --version, --device list, flags that are none. True to go on; else the
+ * program ends with *out_exit. options begins with dt_shared_options, initialized; the usage is "PROGRAM ARGUMENTS". */
 bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options,
                       const char *program, const char *arguments, int *out_exit);
 /* For dt_model_open: devices and layers. */

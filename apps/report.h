@@ -38,8 +38,8 @@ typedef struct dt_run_numbers {
 void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session);
 
 typedef struct dt_stats_file dt_stats_file;
-/* Makes sure that `path` can be written, without touching it yet, and that it is neither one of the n_inputs files that the run reads
- * (NULL among them is skipped) nor where stdout goes. */
+/* Makes sure that `path` can be written, without touching it yet, and that it is neither one of the n_inputs files that the run
+ * reads (NULL among them is skipped) nor where stdout goes. */
 dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t n_inputs, dt_stats_file **out, dt_error *error);
 /* Writes all, then puts it in place at once. */
 dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,

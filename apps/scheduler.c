@@ -1,8 +1,8 @@
 /*
  * Continuous batching. See scheduler.h; what happens to a single reply is in sequence.c.
  *
- * The thread's round: cancelled replies end, waiting jobs are let in while there is room, one step is computed for all that run, every
- * reply whose prompt is read samples its next token.
+ * The thread's round: cancelled replies end, waiting jobs are let in while there is room, one step is computed for all that run,
+ * every reply whose prompt is read samples its next token.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "sequence.h"

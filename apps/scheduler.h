@@ -1,10 +1,10 @@
 /*
- * The scheduler: one thread that owns all sessions and computes for all requests at once (continuous batching; Yu et al., Orca, 2022).
- * Other threads give it jobs and read what came of them.
+ * The scheduler: one thread that owns all sessions and computes for all requests at once (continuous batching; Yu et al., Orca,
+ * 2022). Other threads give it jobs and read what came of them.
  *
- * Invariants: jobs start in the order they came; each step brings every running reply one token and at most one chunk of prompt, always
- * of the same size, so that what others do changes no eviction; a cancelled job costs at most the step that is being computed; the queue
- * is bounded, and jobs are taken all together or not at all.
+ * Invariants: jobs start in the order they came; each step brings every running reply one token and at most one chunk of prompt,
+ * always of the same size, so that what others do changes no eviction; a cancelled job costs at most the step that is being
+ * computed; the queue is bounded, and jobs are taken all together or not at all.
  */
 #ifndef DT_APPS_SCHEDULER_H
 #define DT_APPS_SCHEDULER_H

@@ -1,6 +1,6 @@
 /*
- * A reply in the making: what happens to it after each step. Between scheduler.c, which decides what is computed, and job.h, where what
- * came of it is read. All of this belongs to the scheduler's thread.
+ * A reply in the making: what happens to it after each step. Between scheduler.c, which decides what is computed, and job.h, where
+ * what came of it is read. All of this belongs to the scheduler's thread.
  */
 #ifndef DT_APPS_SEQUENCE_H
 #define DT_APPS_SEQUENCE_H
@@ -45,7 +45,8 @@ struct dt_scheduler {
 int64_t dt_now_us(void); /* monotonic */
 /* The job is over, well or not: counts it and wakes whoever waits. */
 void dt_sequence_job_is_over(dt_scheduler *s, dt_job *job, const dt_error *error);
-/* All replies of a job end with this error. What was computed for one that was cancelled is kept, since the client may ask again. */
+/* All replies of a job end with this error. What was computed for one that was cancelled is kept, since the client may ask again.
+ */
 void dt_sequence_fail_job(dt_scheduler *s, dt_job *job, const dt_error *error);
 void dt_sequence_remove_ended(dt_scheduler *s);
 /* After a step that took `seconds`: n_read tokens of the prompt are in the session, and perhaps some of the reply. Samples. */

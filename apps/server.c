@@ -1,8 +1,8 @@
 /*
  * ./deeptutor-server: the model behind OpenAI's HTTP API, for many at once.
  *
- * One thread computes (scheduler.c), one per connection talks (server_http.c); this file reads the flags, puts them together and waits
- * for a signal. SIGTERM or Ctrl-C: no new connections, what waits is refused, what runs may end within --grace seconds, idle
+ * One thread computes (scheduler.c), one per connection talks (server_http.c); this file reads the flags, puts them together and
+ * waits for a signal. SIGTERM or Ctrl-C: no new connections, what waits is refused, what runs may end within --grace seconds, idle
  * conversations are saved where --session-dir names a folder, exit 0. Exit code 1: something failed; 2: bad usage.
  */
 #define _POSIX_C_SOURCE 200809L

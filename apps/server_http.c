@@ -1,9 +1,9 @@
 /*
  * Transport. See server_http.h.
  *
- * Whether a client is gone can't be told from the end of what it sends: a half-closed connection looks the same as a closed one until
- * something is sent to it, which a closed one answers with a reset. So at the end of its input something harmless is sent: a comment in
- * a stream, an interim response (102, which clients of HTTP/1.1 have to skip) before an answer.
+ * Whether a client is gone can't be told from the end of what it sends: a half-closed connection looks the same as a closed one
+ * until something is sent to it, which a closed one answers with a reset. So at the end of its input something harmless is sent: a
+ * comment in a stream, an interim response (102, which clients of HTTP/1.1 have to skip) before an answer.
  */
 #define _GNU_SOURCE /* POLLRDHUP, strdup */
 #include "server_http.h"

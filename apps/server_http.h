@@ -1,10 +1,10 @@
 /*
- * HTTP for ./deeptutor-server: libmicrohttpd with a thread per connection. A thread parses its request, gives the jobs to the scheduler
- * and waits for what comes of them, so a slow reader holds up nobody but itself.
+ * HTTP for ./deeptutor-server: libmicrohttpd with a thread per connection. A thread parses its request, gives the jobs to the
+ * scheduler and waits for what comes of them, so a slow reader holds up nobody but itself.
  *
- * Invariants: a request ends when its client is gone, whatever it was waiting for, except that one who has only closed his sending half
- * still gets the answer; no body beyond the limit is kept; nothing but /health and the page is answered without the key where there is
- * one.
+ * Invariants: a request ends when its client is gone, whatever it was waiting for, except that one who has only closed his sending
+ * half still gets the answer; no body beyond the limit is kept; nothing but /health and the page is answered without the key where
+ * there is one.
  */
 #ifndef DT_APPS_SERVER_HTTP_H
 #define DT_APPS_SERVER_HTTP_H

@@ -6,8 +6,8 @@
 
 #include "job.h"
 
-/* The scheduler's thread, which owns the session. n_read: tokens of the prompt in it. strips: with what each layer keeps, which takes
- * milliseconds. NULL: out of memory. free(). */
+/* The scheduler's thread, which owns the session. n_read: tokens of the prompt in it. strips: with what each layer keeps, which
+ * takes milliseconds. NULL: out of memory. free(). */
 char *dt_tlc_json(const dt_model *model, const dt_job *job, const dt_session *session, const char *phase, size_t n_read,
                   bool strips);
 

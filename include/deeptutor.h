@@ -73,8 +73,9 @@ typedef struct dt_model_params {
     bool no_mmap;          /* read the file into memory instead of mapping it */
     bool no_extra_buffers; /* keep weights in the file's layout (tests: same rounding for every batch size) */
     bool no_tokenizer;     /* do not load the tokenizer even where the file has one */
-    /* Devices for layers and their cache, separated by commas, as dt_devices_describe lists them ("cuda", "vulkan1"), sharing the layers
-     * evenly; "ggml-cpu" takes the CPU like one of them (tests). NULL or "cpu": everything is computed by the CPU. Copied. */
+    /* Devices for layers and their cache, separated by commas, as dt_devices_describe lists them ("cuda", "vulkan1"), sharing the
+     * layers evenly; "ggml-cpu" takes the CPU like one of them (tests). NULL or "cpu": everything is computed by the CPU. Copied.
+     */
     const char *device;
     int32_t n_device_layers; /* the first so many layers; beyond their number the output too; 0 = everything */
 } dt_model_params;
@@ -188,7 +189,8 @@ void dt_eviction_free(dt_eviction *eviction);
 const char *dt_eviction_name(const dt_eviction *eviction); /* for the log: "preset docqa", "config eviction.json" */
 /* Overrides max and/or min for every layer that evicts; 0 (max) or -1 (min) = leave. */
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error);
-/* Memory slots of every layer that evicts and has no sliding window: entries, beside max_cache_size, that stand for evicted tokens. */
+/* Memory slots of every layer that evicts and has no sliding window: entries, beside max_cache_size, that stand for evicted tokens.
+ */
 dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_error *error);
 /* The "TLC: layers a-b ..." lines, joined by newlines. Free with dt_free. */
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error);
@@ -200,22 +202,21 @@ typedef struct dt_group dt_group; /* of sessions that compute together; see belo
 
 typedef enum dt_kv_type { DT_KV_F16, DT_KV_INT8 } dt_kv_type;
 typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
-/* When a session evicts: whenever a budget is exceeded; once, after the first sync, down to exactly the budgets, and never again; or
- * not at all: it collects what scores need, for forks that evict. */
+/* When a session evicts: whenever a budget is exceeded; once, after the first sync, down to exactly the budgets, and never again;
+ * or not at all: it collects what scores need, for forks that evict. */
 typedef enum dt_evict { DT_EVICT_ALWAYS, DT_EVICT_ONCE, DT_EVICT_HELD } dt_evict;
 
 typedef struct dt_session_params {
-    int32_t n_ctx;           /* farthest that a token sees back; 0 = the model's own. The longest conversation too, unless every layer
-                                evicts or has a window: then kept tokens move together (docs/memory.md) and it may go on */
-    int32_t n_batch;         /* prefill chunk in tokens; 0 = 512 */
-    int32_t n_threads;       /* decode threads; 0 = physical cores */
+    int32_t n_ctx;     /* farthest that a token sees back; 0 = the model's own. The longest conversation too, unless every layer
+                          evicts or has a window: then kept tokens move together (docs/memory.md) and it may go on */
+    int32_t n_batch;   /* prefill chunk in tokens; 0 = 512 */
+    int32_t n_threads; /* decode threads; 0 = physical cores */
     int32_t n_threads_batch; /* prefill threads; 0 = n_threads */
     dt_kv_type kv_type;
     dt_prefill prefill;
-    const char
-        *kernel; /* of attention: "amx_bf16", "avx512_vnni", "avx512", "avx2", "neon", "reference"... (unknown ones are refused
-                           with the list); NULL = "auto", the fastest that this machine has. "ggml": by ggml's operators, as devices
-                           do; "ggml_matmul": without its fused attention */
+    const char *kernel; /* of attention: "amx_bf16", "avx512_vnni", "avx512", "avx2", "neon", "reference"... (unknown ones are
+                           refused with the list); NULL = "auto", the fastest that this machine has. "ggml": by ggml's operators, as
+                           devices do; "ggml_matmul": without its fused attention */
     const dt_eviction *eviction; /* NULL = nothing is evicted; copied */
     dt_evict evict;              /* DT_EVICT_ALWAYS = 0 */
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
@@ -224,7 +225,7 @@ typedef struct dt_session_params {
     /* States kept to go back to where eviction has taken what a rewind needs, one for the end of each of the last syncs, while they
      * fit into the memory that the cache was said to take; 0 = 2 (in a group none), below 0 = none */
     int32_t n_snapshots;
-    dt_group *group;    /* whose threads, kernel and scratch it uses, of the same model; NULL = it has its own */
+    dt_group *group; /* whose threads, kernel and scratch it uses, of the same model; NULL = it has its own */
 } dt_session_params;
 
 /* Called between prefill chunks and decode steps; returning false cancels (DT_ERR_CANCELLED, the session stays usable). */
@@ -258,8 +259,8 @@ int32_t dt_default_threads(void); /* what 0 threads stands for */
 dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error);
 void dt_session_free(dt_session *session);
 /* A second session with the same conversation, logits included; cached keys and values are shared until either side changes them.
- * It is in the same group, and goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at once. Scores are those
- * that `from` collected: a policy that needs them where `from` had none is DT_ERR_ARGUMENT. */
+ * It is in the same group, and goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at
+ * once. Scores are those that `from` collected: a policy that needs them where `from` had none is DT_ERR_ARGUMENT. */
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error);
 /* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is still
  * whole, or rebuilds. progress and result may be NULL. On failure the session holds the tokens that were computed so far. */
@@ -327,20 +328,23 @@ typedef struct dt_step {
 dt_status dt_group_new(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error);
 void dt_group_free(dt_group *group);
 void dt_group_get_stats(const dt_group *group, dt_group_stats *out);
-/* Computes steps of different sessions in one batch, which reads the weights once for all, and evicts from each as dt_session_append
- * or, with prompts, dt_session_sync would. Sessions may come and go between steps. Each keeps its logits until its own next call or step.
- * One that fails doesn't disturb the others: DT_OK when all were done, else status and sentence of the first that was not. */
+/* Computes steps of different sessions in one batch, which reads the weights once for all, and evicts from each as
+ * dt_session_append or, with prompts, dt_session_sync would. Sessions may come and go between steps. Each keeps its logits until
+ * its own next call or step. One that fails doesn't disturb the others: DT_OK when all were done, else status and sentence of the
+ * first that was not. */
 dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_error *error);
 /* The most bytes a session's cache can come to while its conversation grows to n_tokens; what forks share is counted in each. */
 uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens);
 
 /* ---- sessions on disk (docs/session-format.md) -------------------------------------------------- */
 
-/* Replaces `path` as a whole, so that a killed save loses nothing. sampler (may be NULL): its place in its random numbers is kept. */
+/* Replaces `path` as a whole, so that a killed save loses nothing. sampler (may be NULL): its place in its random numbers is kept.
+ */
 dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, const char *path, dt_error *error);
-/* Makes the session what it was when saved, under its own settings (budgets, threads). sampler (may be NULL): goes to where the saved
- * one was, if one was saved, and knows the session's tokens. Refused, with nothing changed: files of another model, cache type or
- * version, or longer than the context (DT_ERR_ARGUMENT), cut short or altered ones (DT_ERR_FORMAT), missing ones (DT_ERR_IO). */
+/* Makes the session what it was when saved, under its own settings (budgets, threads). sampler (may be NULL): goes to where the
+ * saved one was, if one was saved, and knows the session's tokens. Refused, with nothing changed: files of another model, cache
+ * type or version, or longer than the context (DT_ERR_ARGUMENT), cut short or altered ones (DT_ERR_FORMAT), missing ones
+ * (DT_ERR_IO). */
 dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error);
 /* Whether a session of n_tokens could be saved at `path`, as far as can be known before. session NULL: looks at the place only. */
 dt_status dt_session_check_save(const dt_session *session, const char *path, int64_t n_tokens, dt_error *error);

@@ -714,8 +714,8 @@ static void test_batch_size_does_not_matter(void **state) {
 
 /* ---- numbers at the edge ---- */
 
-/* With one query head per lane a query's mass is its probabilities: the peak is the largest of them, to the bit. With more heads it lies
- * between the largest sum and that over the number of heads. */
+/* With one query head per lane a query's mass is its probabilities: the peak is the largest of them, to the bit. With more heads it
+ * lies between the largest sum and that over the number of heads. */
 static void test_peaks_are_the_largest_mass(void **state) {
     (void)state;
     static const int32_t queries[] = {1, 5, 70};

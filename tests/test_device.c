@@ -1,9 +1,9 @@
 /*
- * Caches that are at home on a device, computed by ggml's operators (graph/device_cache.h): against the scalar reference of attention,
- * for every shape, precision and prefill; the same evictions; forks, files, rewinds and drafts on them.
+ * Caches that are at home on a device, computed by ggml's operators (graph/device_cache.h): against the scalar reference of
+ * attention, for every shape, precision and prefill; the same evictions; forks, files, rewinds and drafts on them.
  *
- * The CPU stands for the device: by kernel "ggml" (and "ggml_matmul", without fused attention), and as the device "ggml-cpu", which has
- * layers, weights and cache of its own. DT_TEST_DEVICE=vulkan (or another name) runs all of it there instead.
+ * The CPU stands for the device: by kernel "ggml" (and "ggml_matmul", without fused attention), and as the device "ggml-cpu", which
+ * has layers, weights and cache of its own. DT_TEST_DEVICE=vulkan (or another name) runs all of it there instead.
  */
 #include "engine/engine.h"
 #include "support/cmocka_all.h"
@@ -16,8 +16,8 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Of the logits' standard deviation. Fused attention of ggml's CPU sums values in halves; the products only round queries and weights
- * to them. INT8 has a scale for 32 numbers there, for a whole key in the reference. */
+/* Of the logits' standard deviation. Fused attention of ggml's CPU sums values in halves; the products only round queries and
+ * weights to them. INT8 has a scale for 32 numbers there, for a whole key in the reference. */
 #define FUSED_TOLERANCE 4e-2
 #define PRODUCTS_TOLERANCE 1.5e-2
 #define INT8_TOLERANCE 2.5e-1

@@ -1,6 +1,6 @@
 /*
- * Conversations past the context, on tiny random models: what closing up does to keys and positions, that nothing grows over a hundred
- * thousand tokens, and that saving, drafts, rewinds and forks work there as before.
+ * Conversations past the context, on tiny random models: what closing up does to keys and positions, that nothing grows over a
+ * hundred thousand tokens, and that saving, drafts, rewinds and forks work there as before.
  */
 #include "engine/session.h"
 #include "support/cmocka_all.h"
@@ -58,8 +58,8 @@ static float key_number(const dt_kv_format *f, void *block, int32_t i, int32_t d
                                   : dt_kv_k_scale(f, block)[i] * (float)(*(const uint8_t *)at - 128);
 }
 
-/* In the first layer a key depends on nothing but its token and position: one that was turned must be what the model computes for its
- * new position. tolerance: of the key's largest number. */
+/* In the first layer a key depends on nothing but its token and position: one that was turned must be what the model computes for
+ * its new position. tolerance: of the key's largest number. */
 static void compare_first_layer(const dt_model *model, dt_session *moved, const int32_t *tokens, int32_t layer, float tolerance) {
     dt_kv *kv = dt_session_kv(moved);
     const dt_kv_format *f = &dt_kv_layer(kv, layer)->format;
@@ -192,8 +192,8 @@ static double mean_error(const fixture *f, dt_session *a, dt_session *b) {
     return sum / 40;
 }
 
-/* Without sinks nothing but rounding tells a session that closes up from one with room for all positions: for halves next to nothing,
- * for bytes no more than what they cost anyway. */
+/* Without sinks nothing but rounding tells a session that closes up from one with room for all positions: for halves next to
+ * nothing, for bytes no more than what they cost anyway. */
 static void test_a_window_moves_without_a_trace(void **state) {
     const fixture *f = *state;
     for (int type = 0; type < 2; type++) {

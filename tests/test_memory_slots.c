@@ -1,7 +1,7 @@
 /*
  * Memory slots. The algebra of policy/memory_slots.c against attention as the formula says it: merging equal entries changes
- * nothing, a slot is exact for the query whose attention it was weighed by and never takes too much for any other, masses are conserved.
- * And slots in the cache: rounds, budgets, bytes, forks and cuts, with the structure checked after every step.
+ * nothing, a slot is exact for the query whose attention it was weighed by and never takes too much for any other, masses are
+ * conserved. And slots in the cache: rounds, budgets, bytes, forks and cuts, with the structure checked after every step.
  */
 #include "support/cmocka_all.h"
 
@@ -119,7 +119,8 @@ static void random_query(float *query) {
     }
 }
 
-/* Every entry is there several times, observed or not: the output is that of all of them, the bias the log of how many they were. */
+/* Every entry is there several times, observed or not: the output is that of all of them, the bias the log of how many they were.
+ */
 static void test_equal_entries_change_nothing(void **state) {
     (void)state;
     for (int32_t observed = 0; observed < 2; observed++) {

@@ -119,7 +119,8 @@ static void test_none_when_none_are_wanted(void **state) {
     dt_session_free(s);
 }
 
-/* What the log said before the first token, and --kv-memory, hold with snapshots too; with little room they go and the replies stay. */
+/* What the log said before the first token, and --kv-memory, hold with snapshots too; with little room they go and the replies
+ * stay. */
 static void test_they_make_room(void **state) {
     const fixture *f = *state;
     int32_t replies[3][4 * N_REPLY];

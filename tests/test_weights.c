@@ -153,8 +153,8 @@ static dt_weight_request request_of(const char *name, dt_weight_use use, int64_t
     return r;
 }
 
-/* Loads the generator's model of one layer from `path`: some tensors into l, the rest to satisfy the loader. `down`, where not NULL,
- * asks for blk.0.ffn_down in our own layout. */
+/* Loads the generator's model of one layer from `path`: some tensors into l, the rest to satisfy the loader. `down`, where not
+ * NULL, asks for blk.0.ffn_down in our own layout. */
 static dt_status load_packed(const tiny_model_params *m, const dt_model_params *params, loaded *l, dt_gemm_matrix *down,
                              dt_error *error) {
     static struct ggml_tensor *others[16];

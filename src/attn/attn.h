@@ -16,8 +16,8 @@
  *
  * Calling: each phase is called by every thread with (ith, nth), with a barrier between phases (graph/ makes
  * them ggml nodes): store -> attend -> observe. prepare is called once, by one thread, before attend; it may run while other
- * threads store. Jobs of a batch's sequences go through a phase together, without barriers between them; a thread is in one job at a
- * time.
+ * threads store. Jobs of a batch's sequences go through a phase together, without barriers between them; a thread is in one job at
+ * a time.
  */
 #ifndef DT_ATTN_H
 #define DT_ATTN_H
@@ -57,7 +57,8 @@ typedef struct dt_attn_job {
     int32_t n_mass_rows;
     size_t mass_stride; /* floats, >= n_entries of every lane */
     bool mass_peak;     /* the largest probability of all instead of their sum */
-    /* The kernel's scratch_bytes, private to this job from prepare to the last phase, 64-byte aligned; may be NULL where that is 0 */
+    /* The kernel's scratch_bytes, private to this job from prepare to the last phase, 64-byte aligned; may be NULL where that is 0
+     */
     void *scratch;
     size_t scratch_bytes;
     /* A thread's own, thread_bytes for each, 64-byte aligned: holds nothing from one call of a phase to the next, so that jobs of

@@ -1,8 +1,9 @@
 /*
- * Tiles of many rows with AMX's BF16 products. A BF16 has 8 bits of precision, too few for queries and keys (attn_avx512_vnni.c says
- * what it costs), so every number is the sum of two: an F16 exactly, queries and weights to 16 bits. Of the product of two sums
- * the product of the small halves is left out; the other three add up in F32. Bytes of an INT8 cache are BF16s as they are.
- * SmolLM2's logits (F32 weights) then are as near to those of the F32 kernel as with 16-bit tiles: Kullback-Leibler divergence 1e-7.
+ * Tiles of many rows with AMX's BF16 products. A BF16 has 8 bits of precision, too few for queries and keys (attn_avx512_vnni.c
+ * says what it costs), so every number is the sum of two: an F16 exactly, queries and weights to 16 bits. Of the product of two
+ * sums the product of the small halves is left out; the other three add up in F32. Bytes of an INT8 cache are BF16s as they are.
+ * SmolLM2's logits (F32 weights) then are as near to those of the F32 kernel as with 16-bit tiles: Kullback-Leibler divergence
+ * 1e-7.
  *
  * Where two numbers share 32 bits, as the instruction wants them, they are i and i + 16 of 32 dimensions (or entries), so that
  * vectors are never shuffled.
@@ -139,8 +140,8 @@ static void value_panel(dt_attn_kind kind, const char *values, size_t row_bytes,
 
 /* ---- product ------------------------------------------------------------------------------------------ */
 
-/* Tiles 0 and 1 hold the sums of the first 16 rows, 2 and 3 those of the others; 4 and 5 columns, 6 and 7 rows. Loads take nearly as
- * long as products: each is used twice at least. */
+/* Tiles 0 and 1 hold the sums of the first 16 rows, 2 and 3 those of the others; 4 and 5 columns, 6 and 7 rows. Loads take nearly
+ * as long as products: each is used twice at least. */
 INLINE void multiply_step(const bool exact, const bool two, const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
     const char *lower_a = a + DT_AMX_ROWS * a_bytes;
     DT_AMX_LOAD(6, a, a_bytes);

@@ -762,8 +762,8 @@ static void attend_by_span(const dt_attn_job *job, const thread_scratch *thread)
 }
 
 /* What blocks of rows of a tile go through, one after the other: scores (by the tile unit), weights (by the vector unit), sums of
- * values (by the tile unit), merging. While a block's weights are computed, the tile unit has the next block's scores and the previous
- * one's values to do. */
+ * values (by the tile unit), merging. While a block's weights are computed, the tile unit has the next block's scores and the
+ * previous one's values to do. */
 typedef struct split_block {
     int32_t first, n, n_visible; /* rows of the tile; entries that at least one of them sees */
     float *s;

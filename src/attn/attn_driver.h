@@ -50,11 +50,11 @@ typedef struct dt_attn_ops {
      * is the padded one. While a key is read, the memory `ahead` bytes further on is asked for (not for DT_ATTN_F32). */
     void (*scores)(dt_attn_kind kind, const void *keys, int32_t dim, int32_t n_groups, ptrdiff_t ahead, const float *q,
                    int32_t n_rows, float *s, size_t stride);
-    /* One row: the terms are applied to scores s[n_visible]. Rounds n_visible up to 16 within the row's memory. Returns the maximum,
-     * -INFINITY where nothing is visible. */
+    /* One row: the terms are applied to scores s[n_visible]. Rounds n_visible up to 16 within the row's memory. Returns the
+     * maximum, -INFINITY where nothing is visible. */
     float (*finish)(float *s, int32_t n_visible, const dt_attn_terms *terms);
-    /* Finished scores become weights exp(s - max), zero in [n_visible, n_total); both round up to 16. Returns the sum of the weights.
-     * keep, where not NULL, gets a copy of the weights; v_scale, where not NULL, multiplies them in s afterwards. */
+    /* Finished scores become weights exp(s - max), zero in [n_visible, n_total); both round up to 16. Returns the sum of the
+     * weights. keep, where not NULL, gets a copy of the weights; v_scale, where not NULL, multiplies them in s afterwards. */
     float (*weights)(float *s, int32_t n_visible, int32_t n_total, float max, const float *v_scale, float *keep);
     /* Values of n entries, n_dims (multiple of 16) of each, to floats [entry][n_dims]. */
     void (*convert_values)(dt_attn_kind kind, const void *values, size_t row_bytes, int32_t n, int32_t n_dims, float *out);
@@ -130,9 +130,9 @@ typedef struct dt_attn_int16_ops {
                         size_t w_bytes, const float *step, int32_t n_rows, float *o, size_t o_stride);
 } dt_attn_int16_ops;
 
-/* Tiles in pairs of BF16 (attn_amx.c): a number is a high half plus a low one. Rows are queries, or weights (times the values' scales
- * of an INT8 cache): per DT_ATTN_SPLIT_STEP numbers 64 bytes of high halves, then 64 of low ones. A panel is 16 keys, or dimensions of
- * values, after the other, of each the steps' tiles: high, and for F16 low. */
+/* Tiles in pairs of BF16 (attn_amx.c): a number is a high half plus a low one. Rows are queries, or weights (times the values'
+ * scales of an INT8 cache): per DT_ATTN_SPLIT_STEP numbers 64 bytes of high halves, then 64 of low ones. A panel is 16 keys, or
+ * dimensions of values, after the other, of each the steps' tiles: high, and for F16 low. */
 #define DT_ATTN_SPLIT_STEP 32
 #define DT_ATTN_SPLIT_ROWS 32 /* multiplied together */
 

@@ -217,8 +217,8 @@ void dt_attn_reference_observe(dt_attn_job *job, int32_t ith, int32_t nth) {
 
 /* ---- the second reference ---------------------------------------------------------------------------- */
 
-/* Rounds x[n], times the inverse of a step, to integers below 2^22; in float, so that ties fall as they do in the fast kernel. Adding
- * 1.5 * 2^23 leaves no room for a fraction, which is quicker than nearbyintf. */
+/* Rounds x[n], times the inverse of a step, to integers below 2^22; in float, so that ties fall as they do in the fast kernel.
+ * Adding 1.5 * 2^23 leaves no room for a fraction, which is quicker than nearbyintf. */
 static void to_integers(double *x, int32_t n, float inverse) {
     for (int32_t i = 0; i < n; i++) {
         x[i] = (double)((float)x[i] * inverse + 0x1.8p23f - 0x1.8p23f);

@@ -1,7 +1,7 @@
 /*
- * The operations of attn_driver.h written once over a native vector; attn_avx2.c, attn_avx512.c and attn_neon.c define the vector and
- * include this file, so its text is compiled once per instruction set. Not a header in the usual sense: it defines static functions and
- * DT_SIMD_OPS, the table's initialiser.
+ * The operations of attn_driver.h written once over a native vector; attn_avx2.c, attn_avx512.c and attn_neon.c define the vector
+ * and include this file, so its text is compiled once per instruction set. Not a header in the usual sense: it defines static
+ * functions and DT_SIMD_OPS, the table's initialiser.
  *
  * The including file defines: vf (a vector of W floats), vi (W int32 or 4*W bytes), W, and the operations named v_*;
  * the largest register blocks: DT_SIMD_SCORE_ROWS, DT_SIMD_VALUE_ROWS by DT_SIMD_VALUE_VECTORS; DT_SIMD_SCORE_VECTORS_4, the
@@ -84,8 +84,8 @@ static float simd_to_int8(const float *x, int8_t *out, int32_t n) {
 
 #define DT_MAX_ACCUMULATORS 24
 
-/* Address arithmetic on integers: the memory asked for is another object's. Into the second-level cache: a span of keys or values does
- * not fit the first, which can also wait for few lines at a time. */
+/* Address arithmetic on integers: the memory asked for is another object's. Into the second-level cache: a span of keys or values
+ * does not fit the first, which can also wait for few lines at a time. */
 DT_INLINE void simd_ask_for(const char *from, ptrdiff_t ahead) {
     __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead), 0, 2);
 }

@@ -5,9 +5,9 @@
  * Blocks of one size share slabs, which the system may back with large pages; a slab without blocks goes back to it. Shared by the
  * process and guarded by one lock: blocks come and go seldom.
  *
- * Invariants: a block belongs to the slab that its address, rounded down, begins; the lowest free place is taken first, so that what
- * is resident stays dense; a slab's places are a bit each in `taken`. With the address sanitizer, and where there are no large pages
- * to ask for, blocks are the allocator's, and so are small ones, of which tests have many.
+ * Invariants: a block belongs to the slab that its address, rounded down, begins; the lowest free place is taken first, so that
+ * what is resident stays dense; a slab's places are a bit each in `taken`. With the address sanitizer, and where there are no large
+ * pages to ask for, blocks are the allocator's, and so are small ones, of which tests have many.
  */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
 #include "base/base.h"

@@ -2,7 +2,8 @@
  * The counted allocator: every byte of cache and scratch goes through here.
  *
  * Invariants: `bytes` equals what callers asked for and have not freed; `bytes_peak` is the highest value it ever had; a failed
- * allocation changes no counter, but may have moved the peak. With fail_after >= 0 a test makes one allocation, and all later ones, fail.
+ * allocation changes no counter, but may have moved the peak. With fail_after >= 0 a test makes one allocation, and all later ones,
+ * fail.
  */
 #include "base/base.h"
 

@@ -1,6 +1,6 @@
 /*
- * Learns the weights of score predict: how the most attention that a token gets while the text is repeated (reconstruct) follows from
- * its key, its value and its distance, per KV head, by least squares on the logarithm.
+ * Learns the weights of score predict: how the most attention that a token gets while the text is repeated (reconstruct) follows
+ * from its key, its value and its distance, per KV head, by least squares on the logarithm.
  *
  * The sums of products that least squares needs are all that is kept of the texts. Features are scaled to the same size before a
  * small ridge is added, so that it means the same for all.

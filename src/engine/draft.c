@@ -2,8 +2,8 @@
  * Guessing tokens ahead. See draft.h.
  *
  * How long a guess is depends on how the last ones went, never on time, so that a run can be repeated. Guesses that fail one after
- * the other come ever more rarely: text that nothing predicts costs little. Invariant: a draft model's session always holds a prefix
- * of the context plus its own guesses; dt_session_sync takes those back that were wrong.
+ * the other come ever more rarely: text that nothing predicts costs little. Invariant: a draft model's session always holds a
+ * prefix of the context plus its own guesses; dt_session_sync takes those back that were wrong.
  */
 #include "engine/draft.h"
 #include "engine/session.h"

@@ -41,8 +41,8 @@ typedef struct reader {
 
 /* ---- where and what ---- */
 
-/* Line of the key number `key` of the object that names layers, or of the field number `field` (-1: none) in that key's object. The text is
- * known to be valid JSON. */
+/* Line of the key number `key` of the object that names layers, or of the field number `field` (-1: none) in that key's object. The
+ * text is known to be valid JSON. */
 static int line_of(const reader *r, int32_t key, int32_t field) {
     int line = 1, depth = 0;
     int32_t keys = -1, fields = -1;

@@ -1,11 +1,11 @@
 /*
  * The generation loop: sample, report, compute. One loop for every program, with and without drafts.
  *
- * Drafts (speculative decoding; Leviathan et al. 2023, Chen et al. 2023): the token sampled last is computed together with guesses of
- * what follows it. The sampler then draws from the logits after each token as it would have without; a guess is kept when it is what
- * was drawn. A guess is one definite token, and for such a proposal this is rejection sampling: token x is kept with its probability
- * p(x), and when it is not, what was drawn comes from p without x. So the distribution is that of plain decoding, and even the tokens
- * are, since the random numbers are used in the same order.
+ * Drafts (speculative decoding; Leviathan et al. 2023, Chen et al. 2023): the token sampled last is computed together with guesses
+ * of what follows it. The sampler then draws from the logits after each token as it would have without; a guess is kept when it is
+ * what was drawn. A guess is one definite token, and for such a proposal this is rejection sampling: token x is kept with its
+ * probability p(x), and when it is not, what was drawn comes from p without x. So the distribution is that of plain decoding, and
+ * even the tokens are, since the random numbers are used in the same order.
  *
  * Invariants: the token sampled last is reported but not computed, so nothing is computed in vain; a draft never reaches beyond the
  * next eviction round, so rounds come at the same tokens as without drafts.

@@ -1,8 +1,8 @@
 /*
  * dt_group: computes the next tokens of one session or of many in one batch.
  *
- * A part that fails before the batch is computed (a token outside the vocabulary, no memory for its cache) is left out of it; when the
- * batch fails, all of its parts do. Invariant: when a part fails its session holds the tokens it held before.
+ * A part that fails before the batch is computed (a token outside the vocabulary, no memory for its cache) is left out of it; when
+ * the batch fails, all of its parts do. Invariant: when a part fails its session holds the tokens it held before.
  */
 #include "engine/group.h"
 

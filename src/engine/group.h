@@ -1,8 +1,8 @@
 /*
  * A group: threads, compute graph and scratch, for one session or for many of the same model.
  *
- * Every session computes through one. A session that was not put into a group has one of its own (is_private), whose logits it reads
- * in place; in a group that is shared each session gets a copy, since the graph's go with the next step.
+ * Every session computes through one. A session that was not put into a group has one of its own (is_private), whose logits it
+ * reads in place; in a group that is shared each session gets a copy, since the graph's go with the next step.
  *
  * Invariants: used by one thread at a time; a shared group outlives its sessions; buffers only grow, so decoding allocates nothing.
  */
@@ -46,11 +46,12 @@ struct dt_group {
 /* A group for `session` alone, with params' threads and kernel. */
 dt_status dt_group_new_private(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error);
 
-/* Appends every part to its session, in one batch where it can, and folds the attention that was observed into scores. Does not evict. A part that
- * can't be computed doesn't disturb the others; each one's status tells. */
+/* Appends every part to its session, in one batch where it can, and folds the attention that was observed into scores. Does not
+ * evict. A part that can't be computed doesn't disturb the others; each one's status tells. */
 void dt_group_compute(dt_group *group, dt_part *parts, int32_t n_parts);
 
-/* Computes a sequence of the session's, whose kv is filled in here, and leaves it uncommitted; on failure there is nothing to commit. */
+/* Computes a sequence of the session's, whose kv is filled in here, and leaves it uncommitted; on failure there is nothing to
+ * commit. */
 dt_status dt_group_compute_one(dt_session *session, dt_sequence *sequence, const float **logits, dt_error *error);
 
 #endif

@@ -12,9 +12,9 @@ bool dt_kv_plan_is_elsewhere(const dt_model *model, const dt_session_params *par
 bool dt_kernel_is_ggml(const char *kernel);
 /* What dt_kv_new takes, for these settings and budgets[n_layers]. Free with free(); NULL when out of memory. */
 dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_params *params, const dt_budget *budgets);
-/* Fits kv_type, prefill, n_batch of *params, budgets[n_layers] and a shared total (0 = none) into params->kv_memory (0: changes nothing), and logs what the
- * cache will take at most. DT_ERR_LIMIT with the smallest size that works. params is filled in, n_ctx and n_batch above 0. *most: bytes that the cache takes at
- * most. */
+/* Fits kv_type, prefill, n_batch of *params, budgets[n_layers] and a shared total (0 = none) into params->kv_memory (0: changes
+ * nothing), and logs what the cache will take at most. DT_ERR_LIMIT with the smallest size that works. params is filled in, n_ctx
+ * and n_batch above 0. *most: bytes that the cache takes at most. */
 dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_budget *budgets, int32_t *total_cache_size,
                          uint64_t *most, dt_error *error);
 

@@ -3,9 +3,9 @@
  * runs eviction rounds between steps.
  *
  * Invariants: tokens[0, n_tokens) are exactly the tokens the cache was built from; between calls nothing in the cache
- * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back, but by
- * way of a snapshot (snapshot.c). Positions in the cache are those of the conversation until it passes the context (find_headroom).
- * A session and its forks count their cache's memory together, since they share blocks.
+ * is uncommitted; a rewind never goes to before the last round that evicted something, since what it took does not come back, but
+ * by way of a snapshot (snapshot.c). Positions in the cache are those of the conversation until it passes the context
+ * (find_headroom). A session and its forks count their cache's memory together, since they share blocks.
  */
 #include "engine/eviction_config.h"
 #include "engine/kv_plan.h"
@@ -65,9 +65,9 @@ static dt_status join_group(dt_session *s, dt_error *error) {
 int32_t dt_session_shift(const dt_session *s) { return dt_kv_shift(s->kv); }
 int32_t dt_session_next_position(const dt_session *s) { return s->n_tokens - dt_kv_shift(s->kv); }
 
-/* Where every layer evicts, or sees no more than a window, its tokens can always be moved together so that no query is farther from a
- * key than the context is long, and the conversation may go on beyond it. Positions must then be free for a chunk, and for a repetition
- * where scores need one. */
+/* Where every layer evicts, or sees no more than a window, its tokens can always be moved together so that no query is farther from
+ * a key than the context is long, and the conversation may go on beyond it. Positions must then be free for a chunk, and for a
+ * repetition where scores need one. */
 static void find_headroom(dt_session *s, const dt_budget *budgets) {
     int64_t kept = 0;
     bool repeats = false;
@@ -336,8 +336,9 @@ static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
 
 /*
  * Has the model repeat what it has read since the last time, and notes for each key the most attention it gets on the way: what is
- * needed to say the text again is what any question about it may need (KVzip, Kim et al. 2025, arXiv 2505.23416). A piece sees of the
- * cache only its own stretch and the first block, so the cost is linear in the text. The repetition leaves no trace but the peaks.
+ * needed to say the text again is what any question about it may need (KVzip, Kim et al. 2025, arXiv 2505.23416). A piece sees of
+ * the cache only its own stretch and the first block, so the cost is linear in the text. The repetition leaves no trace but the
+ * peaks.
  */
 static dt_status reconstruct(dt_session *s, dt_error *error) {
     dt_status status = s->logits && s->peaks_until < s->n_tokens ? copy_logits(s, s->logits, error) : DT_OK;

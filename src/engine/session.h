@@ -73,8 +73,8 @@ int32_t dt_session_next_position(const dt_session *session);
 bool dt_session_makes_room(dt_session *session, dt_status status);
 /* Adds n uncommitted entries to the cache. */
 dt_status dt_session_grow(dt_session *session, int32_t n, dt_error *error);
-/* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk by
- * chunk (streams). */
+/* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk
+ * by chunk (streams). */
 dt_status dt_session_begin_reading(dt_session *session, int64_t n, dt_error *error);
 /* Drops what sliding windows have passed, after tokens were committed. */
 dt_status dt_session_slide(dt_session *session, dt_error *error);
@@ -88,7 +88,8 @@ dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_erro
 dt_status dt_session_check_room(const dt_session *session, int64_t n_more, dt_error *error);
 /* The graph's logits after the last token become the session's. */
 dt_status dt_session_set_logits(dt_session *session, const float *logits, dt_error *error);
-/* Chooses the layers whose policy will want the attention of the n tokens to come: those where a round comes within n_follow more. */
+/* Chooses the layers whose policy will want the attention of the n tokens to come: those where a round comes within n_follow
+ * more. */
 bool dt_session_choose_observed(dt_session *session, int32_t n, int64_t n_follow);
 /* Whether a round is near once every lane of a layer has grown by n_more. */
 bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more);
@@ -114,8 +115,8 @@ void dt_session_note_weight(dt_session *session, int32_t position, float weight)
 dt_status dt_session_check_plain(const dt_session *session, dt_error *error);
 
 /* ---- drafts: several tokens computed at once, of which some may be taken back ----
- * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the session
- * as appending those tokens one by one would. */
+ * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the
+ * session as appending those tokens one by one would. */
 
 /* Tokens that may be drafted at once: with so many a round, or the drop of what a window
  * has passed, is due after the last one, and never before. At least 1. */

@@ -1,13 +1,13 @@
 /*
  * Snapshots: earlier states of a conversation, to go back to where eviction has taken what a rewind would need.
  *
- * One is taken at the end of every sync, which is where a reply begins: who asks for another reply, changes the last question, or has a
- * template that rewrites the last turn goes back to it instead of reading everything again. It shares its blocks with the live cache
- * until a side changes them, so it costs little until the next round, and at most what the cache itself takes.
+ * One is taken at the end of every sync, which is where a reply begins: who asks for another reply, changes the last question, or
+ * has a template that rewrites the last turn goes back to it instead of reading everything again. It shares its blocks with the
+ * live cache until a side changes them, so it costs little until the next round, and at most what the cache itself takes.
  *
- * Invariants: a snapshot's tokens are the first ones of the session's. Snapshots never make the cache's memory exceed what the session
- * was said to take at most: while there are any the allocator's limit is that, and the oldest goes when an allocation fails. A session
- * that shares its memory with forks takes none, since those could not make room.
+ * Invariants: a snapshot's tokens are the first ones of the session's. Snapshots never make the cache's memory exceed what the
+ * session was said to take at most: while there are any the allocator's limit is that, and the oldest goes when an allocation
+ * fails. A session that shares its memory with forks takes none, since those could not make room.
  */
 #include "engine/session.h"
 

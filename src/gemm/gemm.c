@@ -70,8 +70,8 @@ static void take_block(dt_gemm_format f, const uint8_t *from, super_block *to) {
     }
 }
 
-/* Q4_K and Q5_K: scale, minimum, 8 scales and 8 minimums of 6 bits in 12 bytes, (fifth bits: bit b of byte i is of input i of block b,)
- * nibbles: 32 bytes for two blocks. What is multiplied with the minimum is subtracted: its sign is turned. */
+/* Q4_K and Q5_K: scale, minimum, 8 scales and 8 minimums of 6 bits in 12 bytes, (fifth bits: bit b of byte i is of input i of block
+ * b,) nibbles: 32 bytes for two blocks. What is multiplied with the minimum is subtracted: its sign is turned. */
 static void take_q4_k_or_q5_k(dt_gemm_format f, const uint8_t *from, super_block *to) {
     memcpy(to->scale, from, 2);
     memcpy(to->minimum, from + 2, 2);

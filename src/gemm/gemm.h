@@ -1,8 +1,8 @@
 /*
- * Matrix products with quantized weights, for x86. Without AMX prompts go 1.1 times (Q5_K) to 7 times (Q4_1) as fast as with ggml's,
- * which tiles over rows and tokens for some types only; with AMX 1.2 times (Q4_K) to 1.7 times (Q4_0, Q6_K) as fast as in ggml's AMX
- * buffers, and single tokens 1 to 3 times (Q5_K). Weights are packed once, when the model is loaded, into a layout that serves one token
- * and many alike, so no second copy is kept.
+ * Matrix products with quantized weights, for x86. Without AMX prompts go 1.1 times (Q5_K) to 7 times (Q4_1) as fast as with
+ * ggml's, which tiles over rows and tokens for some types only; with AMX 1.2 times (Q4_K) to 1.7 times (Q4_0, Q6_K) as fast as in
+ * ggml's AMX buffers, and single tokens 1 to 3 times (Q5_K). Weights are packed once, when the model is loaded, into a layout that
+ * serves one token and many alike, so no second copy is kept.
  *
  *   y[token][row] = sum over i of w[row][i] * x[token][i]
  *
@@ -13,7 +13,8 @@
  *
  * Inputs that are not finite make their block's scale NaN, and so the results: rounding must not hide that something overflowed.
  *
- * Calling: pack_inputs by all threads, a barrier, multiply by all threads, a barrier, another multiply or pack_inputs. The layouts are in gemm_kernel.h.
+ * Calling: pack_inputs by all threads, a barrier, multiply by all threads, a barrier, another multiply or pack_inputs. The layouts
+ * are in gemm_kernel.h.
  */
 #ifndef DT_GEMM_H
 #define DT_GEMM_H

@@ -1,6 +1,6 @@
 /*
- * The AMX kernel: the sums of a block of 32 inputs for 16 tokens times 16 rows are one product of tiles of bytes; scaling and adding
- * them up, which takes longer, is the vector unit's work. The tile unit is a block ahead of it. Few tokens go the way of the
+ * The AMX kernel: the sums of a block of 32 inputs for 16 tokens times 16 rows are one product of tiles of bytes; scaling and
+ * adding them up, which takes longer, is the vector unit's work. The tile unit is a block ahead of it. Few tokens go the way of the
  * VNNI kernel.
  *
  * Numbers are the same to the bit: what the tile unit sums are whole numbers, what is done with them has the order of the others.

@@ -2,10 +2,10 @@
  * The AVX2 kernel: half a group, 8 rows, is one vector. Four inputs of each row are multiplied with one token's four inputs
  * as pairs of unsigned by signed bytes.
  *
- * Sums of pairs are 16 bits wide: with 4-bit weights a whole block fits (8 * 2 * 15 * 127 < 2^15), with 5 bits half of it, with 6 bits
- * a quarter, with 8 bits not even one pair of unsigned bytes, so there the weights' sign is moved to the inputs and every pair is
- * widened at once. Invariant: the products of a block are exact integers, and the floating-point operations per row and token are
- * those of the reference.
+ * Sums of pairs are 16 bits wide: with 4-bit weights a whole block fits (8 * 2 * 15 * 127 < 2^15), with 5 bits half of it, with 6
+ * bits a quarter, with 8 bits not even one pair of unsigned bytes, so there the weights' sign is moved to the inputs and every pair
+ * is widened at once. Invariant: the products of a block are exact integers, and the floating-point operations per row and token
+ * are those of the reference.
  */
 #include "gemm/gemm_kernel.h"
 
@@ -114,8 +114,8 @@ INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m256i q
     }
 }
 
-/* Products of the first and of the last 16 inputs of a block for 8 rows, or, where that is shorter, of all in sums[0] and 0 in sums[1].
- * quads: those of one token, `tile` apart, as are the negated totals. */
+/* Products of the first and of the last 16 inputs of a block for 8 rows, or, where that is shorter, of all in sums[0] and 0 in
+ * sums[1]. quads: those of one token, `tile` apart, as are the negated totals. */
 INLINE void block_sums(const dt_gemm_format f, const __m256i q[8], const int32_t *quads, int tile, const int32_t *negated,
                        __m256i sums[2]) {
     const __m256i ones = _mm256_set1_epi16(1);

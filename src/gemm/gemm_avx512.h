@@ -1,9 +1,9 @@
 /*
- * The arithmetic of the AVX-512 VNNI kernel, which gemm_amx.c does for few tokens too: a group of 16 rows is one vector, a dot-product
- * instruction takes four inputs of all of them at once with one token's four inputs broadcast from memory.
+ * The arithmetic of the AVX-512 VNNI kernel, which gemm_amx.c does for few tokens too: a group of 16 rows is one vector, a
+ * dot-product instruction takes four inputs of all of them at once with one token's four inputs broadcast from memory.
  *
- * A tile of T tokens times 16 rows is held in T registers over the whole length of the rows; a block of weights is unpacked once for
- * the tile. Invariant: the operations per row and token are the same for every T, so results are bitwise equal.
+ * A tile of T tokens times 16 rows is held in T registers over the whole length of the rows; a block of weights is unpacked once
+ * for the tile. Invariant: the operations per row and token are the same for every T, so results are bitwise equal.
  */
 #ifndef DT_GEMM_AVX512_H
 #define DT_GEMM_AVX512_H
@@ -16,8 +16,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define NOT_FINITE 0x99 /* quiet and signalling NaN, both infinities */
-/* Bytes that are asked for before they are needed: into the second cache, which has more requests under way than the first, and from
- * there into the first. */
+/* Bytes that are asked for before they are needed: into the second cache, which has more requests under way than the first, and
+ * from there into the first. */
 #define AHEAD 5120
 #define SOON 576
 
@@ -111,8 +111,8 @@ INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *header, c
     return s;
 }
 
-/* Adds the product of a block with token t of a tile to y. The sums of the first and of the last 16 inputs begin with what they will
- * be too large by, because the weights are unsigned. */
+/* Adds the product of a block with token t of a tile to y. The sums of the first and of the last 16 inputs begin with what they
+ * will be too large by, because the weights are unsigned. */
 INLINE __m512 add_block(const dt_gemm_format f, const __m512i q[8], const block_scales *s, const char *inputs, const int tile,
                         int t, __m512 y) {
     const int32_t *quads = (const int32_t *)inputs + t;

@@ -14,7 +14,8 @@
  *   quants int8 [8 quads][T][4],  scale float [T],  sum float [T] = scale * sum of the quants,
  *   negated int32 [2][T] = minus the sum of the first 16 quants, and of all
  *
- * Invariant: formats are constants where they are used (INLINE functions called with a constant type), so no branch on them is left.
+ * Invariant: formats are constants where they are used (INLINE functions called with a constant type), so no branch on them is
+ * left.
  */
 #ifndef DT_GEMM_KERNEL_H
 #define DT_GEMM_KERNEL_H
@@ -123,9 +124,9 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const floa
 typedef void (*dt_gemm_groups_fn)(const uint8_t *groups, int32_t n_groups, int32_t n_blocks, const char *inputs, int32_t n_tokens,
                                   float *y, size_t stride);
 
-/* multiply for a kernel's groups function. A thread reads the weights of its range from end to end, and then helps with what is left of
- * the others': cores differ in speed, and in what else they have to do. The last thread to find nothing left in a range resets it.
- * n_chunks: about, of a range; a chunk is what is given out at once. */
+/* multiply for a kernel's groups function. A thread reads the weights of its range from end to end, and then helps with what is
+ * left of the others': cores differ in speed, and in what else they have to do. The last thread to find nothing left in a range
+ * resets it. n_chunks: about, of a range; a chunk is what is given out at once. */
 static inline void dt_gemm_multiply_groups(dt_gemm_groups_fn groups_fn, int64_t n_chunks, const dt_gemm_matrix *w, void *packed,
                                            int32_t n_tokens, float *y, size_t stride, int32_t ith, int32_t nth) {
     const size_t group_bytes = dt_gemm_group_bytes(dt_gemm_formats[w->type], w->n_in);

@@ -1,8 +1,8 @@
 /*
  * Attention of a layer whose cache is at home on a device, in plain ggml operators: what any backend computes. See device_cache.h.
  *
- * A layer's lanes enter as ggml's fourth dimension, not as heads: queries [D, N, n_rep, G], keys [D, n_kv, 1, G], mask [n_kv, N, 1, G
- * or 1]. So one mask serves the query heads that share a lane, and lanes of different length or content need no copy per head.
+ * A layer's lanes enter as ggml's fourth dimension, not as heads: queries [D, N, n_rep, G], keys [D, n_kv, 1, G], mask [n_kv, N, 1,
+ * G or 1]. So one mask serves the query heads that share a lane, and lanes of different length or content need no copy per head.
  * Invariant: the graph holds nothing that changes from batch to batch but through its inputs and the cache's tensors.
  */
 #include "graph/device_cache.h"

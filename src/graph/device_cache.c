@@ -186,7 +186,8 @@ static dt_status resize_layer(dt_device_cache *cache, dt_device_layer *layer, in
     return DT_OK;
 }
 
-/* Room for n rows in every lane. A capacity a quarter too large shrinks: rounds free a sixteenth, so budgets don't make it swing. */
+/* Room for n rows in every lane. A capacity a quarter too large shrinks: rounds free a sixteenth, so budgets don't make it swing.
+ */
 static dt_status reserve_rows(dt_device_cache *cache, dt_device_layer *layer, int32_t n, dt_error *error) {
     const int32_t wanted = capacity_for(n);
     return n <= layer->capacity && layer->capacity <= wanted + wanted / 4 + DT_N_KV_PAD ? DT_OK
@@ -576,8 +577,8 @@ typedef struct lane_sight {
     const int32_t *positions; /* NULL: not needed */
     const float *bias;        /* NULL: none */
     int32_t window;           /* 0: none, or out of reach */
-    /* With a focus (first_block > 0) of the committed entries only these are seen: up to first_block, [focus_first, focus_end), from
-     * batch_first on. */
+    /* With a focus (first_block > 0) of the committed entries only these are seen: up to first_block, [focus_first, focus_end),
+     * from batch_first on. */
     int32_t first_block, focus_first, focus_end, batch_first;
 } lane_sight;
 

@@ -2,23 +2,22 @@
  * The device home of a cache: keys and values of layers that run through plain ggml operators (device_attention.c), on any backend.
  *
  * What is kept, evicted, pinned, counted and scored is decided where it is for the host's layers, in kv/ and policy/: those layers
- * have lanes, positions, masses and rounds there, and blocks without keys and values (format.elsewhere). This home follows. For each
- * layer it has two tensors, keys [D, capacity, G] and values [Dv, capacity, G], F16 or Q8_0 (INT8), in the memory of the layer's
- * device; row i of a lane belongs to entry i of the lane. So the lanes of a layer differ in length, layers in everything.
+ * have lanes, positions, masses and rounds there, and blocks without keys and values (format.elsewhere). This home follows. For
+ * each layer it has two tensors, keys [D, capacity, G] and values [Dv, capacity, G], F16 or Q8_0 (INT8), in the memory of the
+ * layer's device; row i of a lane belongs to entry i of the lane. So the lanes of a layer differ in length, layers in everything.
  *
  *   append     rows are written by ggml_set_rows inside the batch's graph
  *   eviction   a round moves entries from a lane's tail into holes. The home only notes who came from where (source), and plays it
- *              back on the device before the next batch, all lanes of a layer in one gather and one scatter. Nothing of the cache goes
- *              through the host. F16 survives the gather's floats exactly, and so does Q8_0: the largest number of 32 is always
- *              127 steps, so quantizing again finds the same step.
- *   attention  sees entries by a mask: causal, window, biases, focus, and the rows behind a lane's end that pad it to N_KV_PAD. One
- *              mask serves all lanes and layers of the same lengths that need nothing more
- *   scores     the last queries stay in a ring beside the cache. Right before a round, one product over those that came since the
- *              round before (at most DT_OBSERVE_WINDOW) gives the attention mass, and one pass over the values their norms. So the
- *              fused attention stays fused; what the kernels of attn/ collect per step beyond the window is missing here
+ *              back on the device before the next batch, all lanes of a layer in one gather and one scatter. Nothing of the cache
+ * goes through the host. F16 survives the gather's floats exactly, and so does Q8_0: the largest number of 32 is always 127 steps,
+ * so quantizing again finds the same step. attention  sees entries by a mask: causal, window, biases, focus, and the rows behind a
+ * lane's end that pad it to N_KV_PAD. One mask serves all lanes and layers of the same lengths that need nothing more scores the
+ * last queries stay in a ring beside the cache. Right before a round, one product over those that came since the round before (at
+ * most DT_OBSERVE_WINDOW) gives the attention mass, and one pass over the values their norms. So the fused attention stays fused;
+ * what the kernels of attn/ collect per step beyond the window is missing here
  *
- * Invariants: rows behind a lane's end hold finite numbers (a mask can't hide NaN): memory comes zeroed; nothing is appended while moves
- * are pending; shapes of graphs change only when a padded length, a capacity or the sharing of masks does.
+ * Invariants: rows behind a lane's end hold finite numbers (a mask can't hide NaN): memory comes zeroed; nothing is appended while
+ * moves are pending; shapes of graphs change only when a padded length, a capacity or the sharing of masks does.
  */
 #ifndef DT_GRAPH_DEVICE_CACHE_H
 #define DT_GRAPH_DEVICE_CACHE_H
@@ -65,7 +64,8 @@ dt_status dt_device_cache_settle(dt_device_cache *cache, const dt_kv *kv, ggml_b
 /* After dt_kv_append: makes room on the devices, and tells the shape of the batch's graph; valid until the next call. */
 dt_status dt_device_cache_reserve(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight,
                                   const dt_device_shape **shape, dt_error *error);
-/* Fills a device's inputs for the batch: masks F16 [n_mask], rows I64 [n_rows], ring I64 [min(n_query, DT_RING)]; each may be NULL. */
+/* Fills a device's inputs for the batch: masks F16 [n_mask], rows I64 [n_rows], ring I64 [min(n_query, DT_RING)]; each may be NULL.
+ */
 dt_status dt_device_cache_fill_inputs(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device,
                                       struct ggml_tensor *masks, struct ggml_tensor *rows, struct ggml_tensor *ring,
                                       dt_error *error);

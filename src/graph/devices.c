@@ -1,6 +1,6 @@
 /*
- * Finding devices in ggml's registry. A backend that was built in but found no hardware is told apart from one that was not built in.
- * Invariant: nothing here starts a device; listing them may ask a driver.
+ * Finding devices in ggml's registry. A backend that was built in but found no hardware is told apart from one that was not built
+ * in. Invariant: nothing here starts a device; listing them may ask a driver.
  */
 #define _POSIX_C_SOURCE 200809L /* strcasecmp */
 #include "graph/devices.h"

@@ -9,8 +9,8 @@
 
 #define DT_MAX_DEVICES 17 /* the CPU, and up to 16 others */
 
-/* spec: NULL, "cpu" (none), or names separated by commas: a backend ("cuda": its first device), or a device ("CUDA1"), any case. Fills
- * out[*n]. Errors name what there is, and what a backend that is there lacks. */
+/* spec: NULL, "cpu" (none), or names separated by commas: a backend ("cuda": its first device), or a device ("CUDA1"), any case.
+ * Fills out[*n]. Errors name what there is, and what a backend that is there lacks. */
 dt_status dt_devices_find(const char *spec, ggml_backend_dev_t *out, int32_t most, int32_t *n, dt_error *error);
 const char *dt_device_name(ggml_backend_dev_t device);
 

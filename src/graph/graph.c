@@ -469,8 +469,8 @@ static dt_plan_params params_of(const dt_graph *g, const dt_sequence *sequences,
     return params;
 }
 
-/* The plan for a batch, perhaps not built for it yet. Small batches change in size from step to step, with drafts and with sequences
- * that come and go: for them several are kept, and the one not used for longest is rebuilt. */
+/* The plan for a batch, perhaps not built for it yet. Small batches change in size from step to step, with drafts and with
+ * sequences that come and go: for them several are kept, and the one not used for longest is rebuilt. */
 static dt_plan *choose_plan(dt_graph *g, const dt_plan_params *params) {
     if (params->n_tokens > SMALL_PLAN_TOKENS) {
         return &g->large;

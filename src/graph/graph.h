@@ -1,9 +1,10 @@
 /*
  * Runs a decoder over a batch of tokens of one or more sequences, each with a KV cache of its own: the only big user of ggml.
  *
- * Attention is computed sequence by sequence; all else, and so the reading of the weights, is shared by the whole batch. The ggml graph
- * of a batch size is built and allocated once and reused as long as batches keep that size, so a decode step builds nothing: lengths,
- * pointers and positions that change from step to step live in the attention jobs that the graph's custom operators point to.
+ * Attention is computed sequence by sequence; all else, and so the reading of the weights, is shared by the whole batch. The ggml
+ * graph of a batch size is built and allocated once and reused as long as batches keep that size, so a decode step builds nothing:
+ * lengths, pointers and positions that change from step to step live in the attention jobs that the graph's custom operators point
+ * to.
  *
  * Invariant: a sequence's tokens are appended to its cache, uncommitted, before dt_graph_compute, and are so after it, whether it
  * succeeds or fails; the caller commits or takes them back. A sequence with layers whose cache is elsewhere is computed alone, and
@@ -47,14 +48,14 @@ typedef struct dt_sequence {
     int32_t focus_from, focus_to;
 } dt_sequence;
 
-/* *logits: [sum of n_outputs][V], sequence by sequence, the graph's own until its next call. DT_ERR_CANCELLED when should_abort said
- * so. */
+/* *logits: [sum of n_outputs][V], sequence by sequence, the graph's own until its next call. DT_ERR_CANCELLED when should_abort
+ * said so. */
 dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
                            dt_error *error);
 
-/* Attention mass that the observed queries of one of the last batch's sequences gave to each entry of a lane, or of its focus; entry
- * order as in the cache before it is committed. row: which of the observed queries when they were observed apart, else 0. NULL where
- * the layer was not observed, or is elsewhere (dt_graph_observe). */
+/* Attention mass that the observed queries of one of the last batch's sequences gave to each entry of a lane, or of its focus;
+ * entry order as in the cache before it is committed. row: which of the observed queries when they were observed apart, else 0.
+ * NULL where the layer was not observed, or is elsewhere (dt_graph_observe). */
 const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row);
 
 /* Calls fn on every thread, as ggml's operators are called: for work that is dealt out by ith of nth. Returns when all are done. */
@@ -63,8 +64,9 @@ void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nt
 /* Plays on devices what rounds have moved; to be called before entries are appended. */
 dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error);
 
-/* For a layer whose cache is elsewhere, before a round: how much attention the newest queries that were not told yet gave its entries,
- * at most DT_OBSERVE_WINDOW of them, and the norms of its values. Lane l's begin at l * stride; the cache's until its next batch. */
+/* For a layer whose cache is elsewhere, before a round: how much attention the newest queries that were not told yet gave its
+ * entries, at most DT_OBSERVE_WINDOW of them, and the norms of its values. Lane l's begin at l * stride; the cache's until its next
+ * batch. */
 typedef struct dt_observed {
     const float *mass, *norms;
     size_t stride;

@@ -35,8 +35,8 @@ typedef struct builder {
 
 /* ---- custom operators ---- */
 
-/* The counters that prepare resets are first used by attend, which starts after the barrier. Threads take turns at being a job's first
- * one: what is small is not dealt out evenly. */
+/* The counters that prepare resets are first used by attend, which starts after the barrier. Threads take turns at being a job's
+ * first one: what is small is not dealt out evenly. */
 static void op_store(struct ggml_tensor *dst, int ith, int nth, void *user) {
     dt_layer_op *op = user;
     (void)dst;

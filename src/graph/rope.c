@@ -1,6 +1,6 @@
 /*
- * What ggml_rope_ext does to a pair of dimensions, as one number: the angle is linear in the position, with linear scaling, YaRN and
- * factors per dimension too, so a key that was rotated for one position can be turned on to another.
+ * What ggml_rope_ext does to a pair of dimensions, as one number: the angle is linear in the position, with linear scaling, YaRN
+ * and factors per dimension too, so a key that was rotated for one position can be turned on to another.
  */
 #include "graph/decoder.h"
 

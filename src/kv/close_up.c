@@ -2,11 +2,11 @@
  * Closing up: the tokens that were kept move together, so that a conversation can go on past the context of its model.
  *
  * Rounds leave holes between positions, and the newest token gets ever farther from the oldest ones. When the next position would
- * leave the context, the holes are taken out: the next position falls to the length of the longest lane, and the tokens of each lane
- * get the positions right before it, in their order (StreamingLLM, Xiao et al. 2024, numbers the tokens of its cache so all the time);
- * those that lie low enough, sinks first of all, stay where they are. A token that moves has its key turned by as many positions, which
- * is exact up to the rounding of what is stored; that happens once in about context - budget tokens, so it adds up to little
- * (docs/quality.md).
+ * leave the context, the holes are taken out: the next position falls to the length of the longest lane, and the tokens of each
+ * lane get the positions right before it, in their order (StreamingLLM, Xiao et al. 2024, numbers the tokens of its cache so all
+ * the time); those that lie low enough, sinks first of all, stay where they are. A token that moves has its key turned by as many
+ * positions, which is exact up to the rounding of what is stored; that happens once in about context - budget tokens, so it adds up
+ * to little (docs/quality.md).
  *
  * A layer whose sliding window fits moves as a whole, since what it still sees lies close together anyway.
  *

@@ -13,8 +13,8 @@
  * Memory: grows block by block, on demand; nothing is allocated for the context up front.
  *
  * A layer whose format says `elsewhere` has its lanes, positions, masses and biases here like any other, and is evicted from by the
- * same rounds; its keys and values lie in the cache's home (dt_kv_home), row i of a lane there belonging to entry i here, and follow
- * what happens to the entries.
+ * same rounds; its keys and values lie in the cache's home (dt_kv_home), row i of a lane there belonging to entry i here, and
+ * follow what happens to the entries.
  */
 #ifndef DT_KV_H
 #define DT_KV_H
@@ -24,7 +24,8 @@
 
 typedef struct dt_kv dt_kv;
 
-/* How a layer's keys are rotated: pair i, dimensions 2i and 2i + 1 or (halves) i and i + n_pairs, by frequency[i] radians per position. */
+/* How a layer's keys are rotated: pair i, dimensions 2i and 2i + 1 or (halves) i and i + n_pairs, by frequency[i] radians per
+ * position. */
 typedef struct dt_kv_rope {
     int32_t n_pairs; /* 0: not rotated */
     bool halves;
@@ -34,8 +35,8 @@ typedef struct dt_kv_rope {
 /* Where keys and values lie that are not in blocks: what a cache tells it. One implementation: graph/device_cache.c. */
 typedef struct dt_kv_home dt_kv_home;
 typedef struct dt_kv_home_ops {
-    /* Entry `from` of a lane takes the place of entry `to`; what was there is gone. Only committed entries that nothing was written to
-     * since move. Cannot fail: the home notes it and does it later. */
+    /* Entry `from` of a lane takes the place of entry `to`; what was there is gone. Only committed entries that nothing was written
+     * to since move. Cannot fail: the home notes it and does it later. */
     void (*move)(dt_kv_home *home, int32_t layer, int32_t lane, int32_t to, int32_t from);
     void (*clear)(dt_kv_home *home);
     /* A home for a second cache: with the same content, or empty. */
@@ -44,7 +45,8 @@ typedef struct dt_kv_home_ops {
     size_t (*bytes)(const dt_kv_home *home);
     /* bytes of a home whose lanes all grew to n entries */
     size_t (*bytes_for)(const dt_kv_home *home, int32_t n);
-    /* Rows [first, first + n) of a lane's keys or values as plain halves; false when the device fails. put: of a lane of n entries. */
+    /* Rows [first, first + n) of a lane's keys or values as plain halves; false when the device fails. put: of a lane of n entries.
+     */
     bool (*get)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out);
     bool (*put)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, const uint16_t *in);
 } dt_kv_home_ops;
@@ -85,8 +87,8 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *vict
 /* A second cache with the same content, in the same memory; blocks are shared until one side writes. */
 dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error);
 /* Other budgets from now on, one per layer, lists of lanes copied. total_cache_size > 0: shared by all layers with a policy, each
- * counted with the mean length of its lanes; the budgets' max and min are then each lane's bounds. DT_ERR_ARGUMENT where a policy needs
- * mass or peaks and the entries have no room for them. */
+ * counted with the mean length of its lanes; the budgets' max and min are then each lane's bounds. DT_ERR_ARGUMENT where a policy
+ * needs mass or peaks and the entries have no room for them. */
 dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_cache_size, dt_error *error);
 /* Removes everything. */
 void dt_kv_clear(dt_kv *kv);
@@ -176,8 +178,8 @@ typedef struct dt_round_result {
 } dt_round_result;
 
 /* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes
- * down by the same share, each lane keeping what scores above a threshold common to all. What goes is merged into memory slots where
- * the layer has them. What a layer's window has passed goes before any policy is asked, and is not counted. Nothing may be
+ * down by the same share, each lane keeping what scores above a threshold common to all. What goes is merged into memory slots
+ * where the layer has them. What a layer's window has passed goes before any policy is asked, and is not counted. Nothing may be
  * uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went. */
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
 
@@ -194,9 +196,9 @@ int64_t dt_kv_slide_room(const dt_kv *kv);
 
 /* ---- past the context (close_up.c) ---- */
 
-/* Takes the holes out of every lane's positions, so that the next position falls as far as the longest lane allows; keys turn along.
- * limit: positions that may stay occupied; layers whose window fits move as a whole. Nothing may be uncommitted, and dt_kv_truncate
- * can't go back behind it. On failure (memory) nothing has moved. */
+/* Takes the holes out of every lane's positions, so that the next position falls as far as the longest lane allows; keys turn
+ * along. limit: positions that may stay occupied; layers whose window fits move as a whole. Nothing may be uncommitted, and
+ * dt_kv_truncate can't go back behind it. On failure (memory) nothing has moved. */
 dt_status dt_kv_close_up(dt_kv *kv, int32_t limit, dt_error *error);
 /* By how much it has fallen since the cache was empty: the next token's index is its position + shift. */
 int32_t dt_kv_shift(const dt_kv *kv);

@@ -2,7 +2,8 @@
  * A lane as plain columns, one row an entry in entry order: what session files hold, whatever the blocks look like.
  *
  * Keys are [n][dim_k] and values [n][dim_v], both as IEEE halves or as signed bytes with a scale per entry; nothing of
- * interleaving, padding, block size or of a home elsewhere shows. Invariant: dt_kv_put_column lets no number into the cache that is not finite.
+ * interleaving, padding, block size or of a home elsewhere shows. Invariant: dt_kv_put_column lets no number into the cache that is
+ * not finite.
  */
 #include "kv/kv_internal.h"
 

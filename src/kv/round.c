@@ -2,9 +2,9 @@
  * Eviction rounds: first how many entries each lane keeps, then which ones go.
  *
  * A lane that has outgrown its own budget goes down to the low-water mark at once, so that the cost of choosing is spread over the
- * tokens until the next round. A shared budget (dt_kv_set_budgets) is dealt out anew in each round: every lane keeps what scores above
- * one threshold, within its bounds, and the threshold is the one that fills the budget. So the few lanes that look far back keep much
- * and the others little (as AdaKV, Feng et al. 2024, and KVzip, Kim et al. 2025, do over heads).
+ * tokens until the next round. A shared budget (dt_kv_set_budgets) is dealt out anew in each round: every lane keeps what scores
+ * above one threshold, within its bounds, and the threshold is the one that fills the budget. So the few lanes that look far back
+ * keep much and the others little (as AdaKV, Feng et al. 2024, and KVzip, Kim et al. 2025, do over heads).
  *
  * Positions, victims, scores and the policy's scratch lie in the cache's scratch, which is kept between rounds.
  * Invariants: only committed, unpinned entries go; a lane is either treated whole or not at all; nothing takes a lane below its
@@ -124,8 +124,8 @@ static uint32_t find_threshold(const shared_lane *lanes, int32_t n_lanes, double
     return low;
 }
 
-/* Entries that each lane keeps. Where many scores are equal, the next lower threshold keeps far too many and this one too few: every
- * lane then takes the same share of the difference. */
+/* Entries that each lane keeps. Where many scores are equal, the next lower threshold keeps far too many and this one too few:
+ * every lane then takes the same share of the difference. */
 static void fill_lanes(const shared_lane *lanes, int32_t n_lanes, double total, int32_t *keep) {
     const uint32_t bits = find_threshold(lanes, n_lanes, total);
     const float above = number_of(bits), below = number_of(bits > 0 ? bits - 1 : 0);

@@ -3,8 +3,8 @@
  *
  *   score = (recent + TOTAL_SHARE * total) * (value norm / its mean) ^ 1/2
  *
- * - recent: what the last queries attend to is what the next ones need (SnapKV, Li et al. 2024). Not pooled over neighbours as SnapKV
- *   does: on text that goes on (deeptutor-eval kld) pooling over 3 or 7 tokens was worse at every budget from 48 to 512.
+ * - recent: what the last queries attend to is what the next ones need (SnapKV, Li et al. 2024). Not pooled over neighbours as
+ * SnapKV does: on text that goes on (deeptutor-eval kld) pooling over 3 or 7 tokens was worse at every budget from 48 to 512.
  * - total: tokens attended to for long ("heavy hitters": H2O, Zhang et al. 2023), as a smaller part. A mean per query, so that
  *   early tokens gain nothing from having been there longer (dt_mass_fold); H2O's plain sum freezes the cache at its beginning.
  * - value norm: attention to a token whose value is small moves nothing (VATP, Guo et al. 2024). The square root, since the norm

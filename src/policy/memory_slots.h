@@ -12,8 +12,8 @@
  * query whose attention the weights are. Where no attention was observed weights go by the number of tokens, and the bias of equal
  * entries is the log of how many they are.
  *
- * D2O (Wan et al. 2024) and KVMerger (Wang et al. 2024) merge evicted tokens into kept ones and leave out the bias, so that n tokens
- * get the attention of one; docs/quality.md compares what was tried here.
+ * D2O (Wan et al. 2024) and KVMerger (Wang et al. 2024) merge evicted tokens into kept ones and leave out the bias, so that n
+ * tokens get the attention of one; docs/quality.md compares what was tried here.
  */
 #ifndef DT_MEMORY_SLOTS_H
 #define DT_MEMORY_SLOTS_H

@@ -2,10 +2,10 @@
  * Policy importance_score with "score": "predict": what reconstruct would find, foretold from the entry itself, at no cost.
  *
  * How much a token is worth to those who will look back at it is largely written in its key and value, and how it is written
- * belongs to the model, not to the text: a linear function per KV head, fitted once (./deeptutor-eval calibrate, engine/calibrate.c),
- * finds most of it (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891, from hidden states; the cache holds none, but keys and values
- * tell nearly as much). Of a key it sees the length of each pair of dimensions that rotates together, which does not depend on the
- * position. How far a head looks back is the last part: a power of the distance.
+ * belongs to the model, not to the text: a linear function per KV head, fitted once (./deeptutor-eval calibrate,
+ * engine/calibrate.c), finds most of it (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891, from hidden states; the cache holds none,
+ * but keys and values tell nearly as much). Of a key it sees the length of each pair of dimensions that rotates together, which
+ * does not depend on the position. How far a head looks back is the last part: a power of the distance.
  *
  *   log of the score = bias + pairs . |pairs of the key| + values . value + decay * log((distance + NEAR) / (REFERENCE + NEAR))
  *

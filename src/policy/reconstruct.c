@@ -2,10 +2,10 @@
  * Policy importance_score with "score": "reconstruct": tokens stay by the most attention that any query gave them while the model
  * said its text again (KVzip, Kim et al. 2025, arXiv 2505.23416; how that is done: engine/session.c).
  *
- * What is needed to repeat the text is what a question about it may need, whatever the question. The largest probability, not a sum:
- * a token that one query depends on wholly is worth more than one that all glance at. Being probabilities, scores of different lanes
- * compare, so that a shared budget finds the few lanes that look far back.
- * Pure function of the view. Invariant: finite for all inputs; input that is not a finite positive number counts as 0.
+ * What is needed to repeat the text is what a question about it may need, whatever the question. The largest probability, not a
+ * sum: a token that one query depends on wholly is worth more than one that all glance at. Being probabilities, scores of different
+ * lanes compare, so that a shared budget finds the few lanes that look far back. Pure function of the view. Invariant: finite for
+ * all inputs; input that is not a finite positive number counts as 0.
  */
 #include "policy/policy.h"
 

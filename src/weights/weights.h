@@ -57,17 +57,17 @@ typedef struct dt_weight_request {
     ggml_backend_dev_t
         device;               /* NULL: where the file is mapped, or in the CPU's memory; else that device's, in the file's layout */
     struct ggml_tensor **out; /* NULL stored there when optional and missing, and when the loading fails */
-    /* MATMUL only, may be NULL: where our own layout (gemm/) is the fastest, the matrix is put into that and described here; *out is
-     * then the packed bytes. Else n_out is 0 here. */
+    /* MATMUL only, may be NULL: where our own layout (gemm/) is the fastest, the matrix is put into that and described here; *out
+     * is then the packed bytes. Else n_out is 0 here. */
     dt_gemm_matrix *packed;
 } dt_weight_request;
 
 typedef struct dt_weights dt_weights; /* owns mappings, buffers and tensors */
 
-/* Loads the requested tensors, those without a device of their own for `cpu` (the CPU device). A name asked twice with MATMUL and ROWS (tied embeddings) gets a
- * second copy only where a fast layout wants one. Tensors of the file that nobody asked for are ignored with a debug line,
- * except where their name begins with "blk." or "output": those are an error (the architecture would be computed wrong), naming
- * them. */
+/* Loads the requested tensors, those without a device of their own for `cpu` (the CPU device). A name asked twice with MATMUL and
+ * ROWS (tied embeddings) gets a second copy only where a fast layout wants one. Tensors of the file that nobody asked for are
+ * ignored with a debug line, except where their name begins with "blk." or "output": those are an error (the architecture would be
+ * computed wrong), naming them. */
 dt_status dt_weights_load(const dt_gguf *gguf, ggml_backend_dev_t cpu, const dt_model_params *params,
                           const dt_weight_request *requests, int32_t n_requests, dt_weights **out, dt_error *error);
 void dt_weights_free(dt_weights *weights);

@@ -3,10 +3,9 @@
  *
  *   ask_llama FILE tokens [--plain]     ids of the text on stdin, as a JSON list. The start token is added where the file says so;
  *                                       marks such as <|im_end|> are single ids, with --plain they are text
- *   ask_llama FILE logits P,P,... [N]   reads a JSON-like list of ids from stdin, prints the logits after the tokens at these ascending
- *                                       positions, one JSON list a line. Tokens are read in chunks of N (512); with N given, what
- *                                       stays in the cache of each chunk but the first is its last token, so that far positions
- *                                       cost little
+ *   ask_llama FILE logits P,P,... [N]   reads a JSON-like list of ids from stdin, prints the logits after the tokens at these
+ * ascending positions, one JSON list a line. Tokens are read in chunks of N (512); with N given, what stays in the cache of each
+ * chunk but the first is its last token, so that far positions cost little
  */
 #include "llama.h"
 

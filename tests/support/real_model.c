@@ -193,8 +193,8 @@ static double mean_divergence(const fixture *f, dt_session *a, dt_session *b, si
 
 /*
  * An INT8 cache, with eviction in both, keeps the distributions (cases.md row 6). local_window: both keep the same tokens. What is
- * little depends on the model: other rounding of an F16 cache alone costs 0.004 on SmolLM2 and 0.014 to 0.04 on Gemma 3 270M, by the
- * kernel, where libllama is 0.02 from itself; so that is the measure, besides what INT8 may cost where rounding costs nothing.
+ * little depends on the model: other rounding of an F16 cache alone costs 0.004 on SmolLM2 and 0.014 to 0.04 on Gemma 3 270M, by
+ * the kernel, where libllama is 0.02 from itself; so that is the measure, besides what INT8 may cost where rounding costs nothing.
  */
 static void test_int8_changes_little(void **state) {
     const fixture *f = *state;

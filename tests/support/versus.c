@@ -13,8 +13,9 @@
 #define N_GREEDY 40
 /* Share of the logits' standard deviation. libllama rounds queries and probabilities to F16 for its products, we do not. */
 #define TOLERANCE 0.02
-/* Products with weights of few bits round the activations too (to BF16, to 8 bits), which magnifies any earlier difference. How much,
- * the oracle shows itself: with its two ways of computing attention. We may be this many times as far from it as it is from itself. */
+/* Products with weights of few bits round the activations too (to BF16, to 8 bits), which magnifies any earlier difference. How
+ * much, the oracle shows itself: with its two ways of computing attention. We may be this many times as far from it as it is from
+ * itself. */
 #define OF_ITS_OWN_SPREAD 2.5
 
 /* How far libllama's logits are from its own with flash attention, over the prompt. */
