@@ -27,6 +27,7 @@ typedef struct product {
     float *x, *y;   /* [n_tokens][n_in], [n_tokens][n_out] */
     void *packed, *inputs;
     dt_gemm_matrix matrix;
+    dt_gemm_inputs from;
 } product;
 
 static void *aligned(size_t bytes) { return aligned_alloc(64, DT_ROUND_UP(bytes, (size_t)64)); }
@@ -74,6 +75,7 @@ static product make_product(dt_gemm_type type, int32_t n_in, int32_t n_out, int3
     }
     p.matrix.packed = p.packed;
     p.inputs = aligned(dt_gemm_input_bytes(n_in, n_tokens));
+    p.from = (dt_gemm_inputs){DT_GEMM_PLAIN, .n_in = n_in, .n_tokens = n_tokens, .x = p.x, .x_stride = (size_t)n_in};
     free(rows);
     return p;
 }
@@ -95,13 +97,14 @@ typedef struct worker {
 
 static void *pack(void *user) {
     const worker *w = user;
-    w->kernel->pack_inputs(w->p->x, (size_t)w->p->n_in, w->p->n_in, w->p->n_tokens, w->p->inputs, w->ith, w->nth);
+    w->kernel->pack_inputs(&w->p->from, w->p->inputs, w->ith, w->nth);
     return NULL;
 }
 
 static void *multiply(void *user) {
     const worker *w = user;
-    w->kernel->multiply(&w->p->matrix, w->p->inputs, w->p->n_tokens, w->p->y, (size_t)w->p->n_out, w->ith, w->nth);
+    const dt_gemm_product alone = {{&w->p->matrix}, 1, w->p->n_tokens, w->p->y, (size_t)w->p->n_out};
+    w->kernel->multiply(&alone, w->p->inputs, w->ith, w->nth);
     return NULL;
 }
 
@@ -116,14 +119,11 @@ static void run(void *(*step)(void *), const dt_gemm_kernel *kernel, product *p,
     }
 }
 
-/* Two products with the same packed inputs, as those of query and key: nothing may be left over from the first. */
 static void compute(const dt_gemm_kernel *kernel, product *p, int32_t n_threads) {
     memset(p->inputs, 0xFF, dt_gemm_input_bytes(p->n_in, p->n_tokens));
     run(pack, kernel, p, n_threads);
-    for (int i = 0; i < 2; i++) {
-        memset(p->y, 0xFF, (size_t)p->n_out * (size_t)p->n_tokens * sizeof(float)); /* NaN */
-        run(multiply, kernel, p, n_threads);
-    }
+    memset(p->y, 0xFF, (size_t)p->n_out * (size_t)p->n_tokens * sizeof(float)); /* NaN */
+    run(multiply, kernel, p, n_threads);
 }
 
 static const dt_gemm_kernel *reference(void) {
@@ -239,6 +239,130 @@ static void test_batches_do_not_matter(void **state) {
     }
 }
 
+/* Matrices of several types and heights at once are each what it is alone, whoever computes which rows. */
+static void test_several_matrices(void **state) {
+    (void)state;
+    int32_t n;
+    const dt_gemm_kernel *const *kernels = dt_gemm_kernels(&n);
+    for (int32_t k = 0; k < n; k++) {
+        for (int32_t threads = 1; kernels[k]->supported() && threads <= MAX_THREADS; threads++) {
+            product alone[] = {make_product(DT_GEMM_Q4_K, 512, 176, 19, QUANTIZED, 1),
+                               make_product(DT_GEMM_Q6_K, 512, 16, 19, QUANTIZED, 2),
+                               make_product(DT_GEMM_Q4_0, 512, 112, 19, QUANTIZED, 3)};
+            const size_t stride = 176 + 16 + 112 + 3;
+            float *y = calloc(19 * stride, sizeof(float));
+            dt_gemm_product all = {.n_matrices = 3, .n_tokens = 19, .y = y, .stride = stride};
+            for (int i = 0; i < 3; i++) {
+                all.matrices[i] = &alone[i].matrix;
+                memcpy(alone[i].x, alone[0].x, 512 * 19 * sizeof(float));
+                compute(kernels[k], &alone[i], 1);
+            }
+            run(pack, kernels[k], &alone[0], threads);
+            for (int32_t i = threads - 1; i >= 0; i--) { /* one after the other: the first takes all, from every range */
+                kernels[k]->multiply(&all, alone[0].inputs, i, threads);
+            }
+            for (size_t t = 0; t < 19; t++) {
+                const float *at = y + t * stride;
+                for (int i = 0; i < 3; at += alone[i].n_out, i++) {
+                    assert_memory_equal(at, alone[i].y + t * (size_t)alone[i].n_out, (size_t)alone[i].n_out * sizeof(float));
+                }
+                assert_true(at[0] == 0.0f && at[1] == 0.0f && at[2] == 0.0f);
+            }
+            for (int i = 0; i < 3; i++) {
+                free_product(&alone[i]);
+            }
+            free(y);
+        }
+    }
+}
+
+/* The kinds of inputs in double precision. */
+static void inputs_in_double(const dt_gemm_inputs *in, float *out) {
+    for (int32_t t = 0; t < in->n_tokens; t++) {
+        const float *x = in->x + (size_t)t * in->x_stride, *y = in->y != NULL ? in->y + (size_t)t * in->y_stride : NULL;
+        double squares = 0.0;
+        for (int32_t i = 0; in->kind == DT_GEMM_NORM && i < in->n_in; i++) {
+            squares += pow((double)x[i] + (y != NULL ? (double)y[i] : 0.0), 2.0);
+        }
+        for (int32_t i = 0; i < in->n_in; i++) {
+            const double v = (double)x[i], w = y != NULL ? (double)y[i] : 0.0;
+            const double of_norm = (v + w) / sqrt(squares / in->n_in + (double)in->epsilon);
+            *out++ = (float)(in->kind == DT_GEMM_NORM ? of_norm * (double)in->weight[i] : v / (1.0 + exp(-v)) * w);
+        }
+    }
+}
+
+static void check_inputs(dt_gemm_inputs from, int32_t n_threads) {
+    int32_t n;
+    const dt_gemm_kernel *const *kernels = dt_gemm_kernels(&n);
+    product want = make_product(DT_GEMM_Q8_0, from.n_in, 16, from.n_tokens, QUANTIZED, 4);
+    inputs_in_double(&from, want.x);
+    compute(reference(), &want, 1);
+    float *first = NULL;
+    for (int32_t k = n - 1; k >= 0; k--) {
+        if (!kernels[k]->supported()) {
+            continue;
+        }
+        product p = make_product(DT_GEMM_Q8_0, from.n_in, 16, from.n_tokens, QUANTIZED, 4);
+        const size_t n_y = 16 * (size_t)from.n_tokens, n_x = (size_t)from.n_in * (size_t)from.n_tokens;
+        from.sum = calloc(n_x, sizeof(float));
+        p.from = from;
+        compute(kernels[k], &p, n_threads);
+        assert_true(all_finite(p.y, n_y));
+        for (size_t i = 0; i < n_y; i++) { /* an input on the edge may round to the next of 255 steps */
+            assert_true(fabsf(p.y[i] - want.y[i]) <= 0.02f * fmaxf(1.0f, fabsf(want.y[i])));
+        }
+        for (size_t i = 0; i < n_x && from.kind == DT_GEMM_NORM && from.y != NULL; i++) {
+            const size_t t = i / (size_t)from.n_in, at = i % (size_t)from.n_in;
+            assert_true(from.sum[i] == from.x[t * from.x_stride + at] + from.y[t * from.y_stride + at]);
+        }
+        if (first == NULL) { /* the reference's */
+            first = malloc(n_y * sizeof(float));
+            memcpy(first, p.y, n_y * sizeof(float));
+        }
+        assert_memory_equal(p.y, first, n_y * sizeof(float));
+        free(from.sum);
+        free_product(&p);
+    }
+    free(first);
+    free_product(&want);
+}
+
+/* Norms and gates on the way into a product are what they should be, and the same to the bit with every kernel. */
+static void test_kinds_of_inputs(void **state) {
+    (void)state;
+    enum { WIDTH = 576, STRIDE = 600, MOST = 19 };
+    float *x = malloc(MOST * STRIDE * sizeof(float)), *y = malloc(MOST * STRIDE * sizeof(float)), weight[WIDTH];
+    uint64_t seed = 5;
+    for (size_t i = 0; i < MOST * STRIDE; i++) {
+        x[i] = (float)(next_random(&seed) % 2001) / 50.0f - 20.0f;
+        y[i] = (float)(next_random(&seed) % 2001) / 500.0f - 2.0f;
+        weight[i % WIDTH] = (float)(next_random(&seed) % 1000) / 500.0f;
+    }
+    x[7] = -200.0f; /* e^-x beyond a float */
+    const int32_t n_tokens[] = {1, 3, MOST};
+    for (size_t i = 0; i < 3; i++) {
+        for (int32_t threads = 1; threads <= 3; threads++) {
+            dt_gemm_inputs in = {.n_in = WIDTH,
+                                 .n_tokens = n_tokens[i],
+                                 .x = x,
+                                 .y = y,
+                                 .x_stride = STRIDE,
+                                 .y_stride = STRIDE,
+                                 .weight = weight,
+                                 .epsilon = 1e-5f};
+            in.kind = DT_GEMM_SILU;
+            check_inputs(in, threads);
+            in.kind = DT_GEMM_NORM;
+            check_inputs(in, threads);
+            in.y = NULL;
+            check_inputs(in, threads);
+        }
+    }
+    free(x);
+    free(y);
+}
+
 /* An overflow upstream must not be rounded away into plausible numbers (cases.md row 17). */
 static void test_what_is_not_finite_stays_so(void **state) {
     (void)state;
@@ -281,9 +405,14 @@ static void test_zero_and_shapes(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_reference_is_the_product),    cmocka_unit_test(test_packed_size),
-        cmocka_unit_test(test_kernels_are_the_reference),   cmocka_unit_test(test_batches_do_not_matter),
-        cmocka_unit_test(test_what_is_not_finite_stays_so), cmocka_unit_test(test_zero_and_shapes),
+        cmocka_unit_test(test_reference_is_the_product),
+        cmocka_unit_test(test_packed_size),
+        cmocka_unit_test(test_kernels_are_the_reference),
+        cmocka_unit_test(test_batches_do_not_matter),
+        cmocka_unit_test(test_what_is_not_finite_stays_so),
+        cmocka_unit_test(test_zero_and_shapes),
+        cmocka_unit_test(test_several_matrices),
+        cmocka_unit_test(test_kinds_of_inputs),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -314,8 +314,10 @@ static void test_packed_matrices(void **state) {
             assert_int_equal(matrix.n_in, IN);
             assert_int_equal(matrix.n_out, OUT);
             assert_ptr_equal(matrix.packed, fast.down->data);
-            kernel->pack_inputs(x, IN, IN, N_TOKENS, inputs, 0, 1);
-            kernel->multiply(&matrix, inputs, N_TOKENS, y, OUT, 0, 1);
+            const dt_gemm_inputs from = {.n_in = IN, .n_tokens = N_TOKENS, .x = x, .x_stride = IN};
+            const dt_gemm_product product = {{&matrix}, 1, N_TOKENS, y, OUT};
+            kernel->pack_inputs(&from, inputs, 0, 1);
+            kernel->multiply(&product, inputs, 0, 1);
             multiply(file.down, x, N_TOKENS, want);
             assert_true(all_finite(y, N_TOKENS * OUT));
             for (int64_t at = 0; at < N_TOKENS * OUT; at++) {

@@ -15,6 +15,8 @@
  */
 #include "attn/attn_driver.h"
 
+#include "base/share.h"
+
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -27,6 +29,8 @@
 #define DT_VALUE_ENTRIES 64    /* entries and dimensions of values unpacked at a time: 16 KB */
 #define DT_VALUE_DIMS 64
 #define DT_INT16_ENTRIES (2 * DT_VALUE_ENTRIES) /* as pairs of 16 bits they take the same memory */
+
+#define DT_RANGES 16 /* tasks by span are as many ranges as there are threads, up to this */
 
 #define DT_BYTE_ENTRIES 256 /* entries of an INT8 cache whose sums fit 32 bits */
 
@@ -53,7 +57,7 @@ typedef struct attn_plan {
     int32_t n_rows, tile_rows, n_tiles, n_tasks;
     bool by_span, keep;
     size_t s_stride;
-    atomic_int next_task;
+    dt_share *shares;             /* [DT_RANGES] of the tasks; by tile only the first, which is all of them */
     atomic_int *spans_left;       /* [n_lanes], by span: not yet computed */
     int32_t *first_span;          /* [n_lanes + 1] the job's number of a lane's first span */
     int32_t *span_base;           /* [spans] entries of the lane before the span */
@@ -138,6 +142,7 @@ static size_t carve_plan(attn_plan *plan, const dt_kv_format *f, size_t n_lanes,
     const size_t span_rows = by_span ? n_spans * n_rows : 0, tokens = (size_t)f->block_tokens;
     attn_plan counted;
     attn_plan *p = plan != NULL ? plan : &counted;
+    p->shares = carve(&c, DT_RANGES, sizeof(dt_share));
     p->spans_left = carve(&c, n_lanes, sizeof(atomic_int));
     p->first_span = carve(&c, n_lanes + 1, sizeof(int32_t));
     p->span_base = carve(&c, n_spans, sizeof(int32_t));
@@ -197,7 +202,9 @@ void dt_attn_driver_prepare(dt_attn_job *job) {
         carve_plan(plan, job->format, (size_t)job->n_lanes, (size_t)n_rows, (size_t)n_spans, plan->by_span, plan->keep);
     assert(bytes <= job->scratch_bytes);
     (void)bytes;
-    atomic_init(&plan->next_task, 0);
+    for (int32_t i = 0; i < DT_RANGES; i++) {
+        dt_share_reset(&plan->shares[i]);
+    }
     int32_t span = 0;
     for (int32_t lane = 0; lane < job->n_lanes; lane++) {
         atomic_init(&plan->spans_left[lane], job->lanes[lane].n_spans);
@@ -712,6 +719,7 @@ static void merge_end(const dt_attn_job *job, const thread_scratch *thread, row_
 /* ---- attend ------------------------------------------------------------------------------------------ */
 
 static int32_t lane_of_span(const attn_plan *plan, int32_t span, int32_t lane) {
+    lane = span < plan->first_span[lane] ? 0 : lane;
     while (span >= plan->first_span[lane + 1]) {
         lane++;
     }
@@ -729,24 +737,54 @@ static void merge_lane(const dt_attn_job *job, const thread_scratch *thread, row
     merge_end(job, thread, rows);
 }
 
-static void attend_by_span(const dt_attn_job *job, const thread_scratch *thread) {
+/* A thread's way through the tasks: its own range first, then what is left of the others'. */
+typedef struct task_queue {
+    attn_plan *plan;
+    int32_t ith, n_ranges, turn; /* ranges that it is through with */
+} task_queue;
+
+/* plan->n_tasks: none is left. */
+static int32_t take_task(task_queue *q) {
+    const int64_t n = q->plan->n_tasks;
+    for (; q->turn < q->n_ranges; q->turn++) {
+        const int32_t range = (q->ith + q->turn) % q->n_ranges;
+        const int32_t begin = (int32_t)(n * range / q->n_ranges), end = (int32_t)(n * (range + 1) / q->n_ranges);
+        const int32_t at = dt_share_take(&q->plan->shares[range], end - begin, q->turn == 0);
+        if (at < end - begin) {
+            return begin + at;
+        }
+    }
+    return q->plan->n_tasks;
+}
+
+/* n spans of the rows' lane are done. */
+static void finish_spans(const dt_attn_job *job, const thread_scratch *thread, row_range rows, int32_t n) {
+    if (n > 0 && atomic_fetch_sub_explicit(&plan_of(job)->spans_left[rows.lane], n, memory_order_acq_rel) == n) {
+        merge_lane(job, thread, rows);
+    }
+}
+
+static void attend_by_span(const dt_attn_job *job, const thread_scratch *thread, int32_t ith, int32_t nth) {
     attn_plan *plan = plan_of(job);
     const size_t n = (size_t)plan->n_rows, dim = (size_t)job->format->dim_v_padded, tokens = (size_t)job->format->block_tokens;
-    int32_t packed_lane = -1, lane = 0;
-    int32_t task = atomic_fetch_add_explicit(&plan->next_task, 1, memory_order_relaxed);
+    task_queue queue = {.plan = plan, .ith = ith % DT_RANGES, .n_ranges = DT_MIN(nth, DT_RANGES)};
+    row_range rows = {.lane = -1, .first = 0, .n = plan->n_rows};
+    int32_t lane = 0, n_done = 0; /* n_done: of rows.lane, not yet told to the others */
+    int32_t task = take_task(&queue);
     while (task < plan->n_tasks) {
         /* The task after this one is claimed now, so that its memory can be asked for in time. */
-        const int32_t next = atomic_fetch_add_explicit(&plan->next_task, 1, memory_order_relaxed);
+        const int32_t next = take_task(&queue);
         lane = lane_of_span(plan, task, lane);
         const char *next_block = NULL;
         if (next < plan->n_tasks) {
             const int32_t next_lane = lane_of_span(plan, next, lane);
             next_block = job->lanes[next_lane].spans[next - plan->first_span[next_lane]].block;
         }
-        const row_range rows = {.lane = lane, .first = 0, .n = plan->n_rows};
-        if (packed_lane != lane) {
+        if (rows.lane != lane) {
+            finish_spans(job, thread, rows, n_done);
+            n_done = 0;
+            rows.lane = lane;
             pack_queries(job, thread, rows);
-            packed_lane = lane;
         }
         const size_t at = (size_t)task * n;
         if (span_part(job, thread, rows, task - plan->first_span[lane], plan->keep ? plan->kept + at * tokens : NULL, next_block)) {
@@ -754,11 +792,10 @@ static void attend_by_span(const dt_attn_job *job, const thread_scratch *thread)
         }
         memcpy(plan->span_max + at, thread->part_max, n * sizeof(float));
         memcpy(plan->span_sum + at, thread->part_sum, n * sizeof(float));
-        if (atomic_fetch_sub_explicit(&plan->spans_left[lane], 1, memory_order_acq_rel) == 1) {
-            merge_lane(job, thread, rows);
-        }
+        n_done++;
         task = next;
     }
+    finish_spans(job, thread, rows, n_done);
 }
 
 /* What blocks of rows of a tile go through, one after the other: scores (by the tile unit), weights (by the vector unit), sums of
@@ -881,7 +918,7 @@ static void attend_tile_split(const dt_attn_job *job, const thread_scratch *thre
 static void attend_by_tile(const dt_attn_job *job, const thread_scratch *thread) {
     attn_plan *plan = plan_of(job);
     int32_t task;
-    while ((task = atomic_fetch_add_explicit(&plan->next_task, 1, memory_order_relaxed)) < plan->n_tasks) {
+    while ((task = dt_share_take(&plan->shares[0], plan->n_tasks, true)) < plan->n_tasks) {
         /* Lane by lane, so that threads share what they read; long tiles first, so that short ones fill the end. */
         const int32_t first = (plan->n_tiles - 1 - task % plan->n_tiles) * plan->tile_rows;
         const row_range rows = {.lane = task / plan->n_tiles, .first = first, .n = DT_MIN(plan->tile_rows, plan->n_rows - first)};
@@ -901,10 +938,9 @@ static void attend_by_tile(const dt_attn_job *job, const thread_scratch *thread)
 }
 
 void dt_attn_driver_attend(dt_attn_job *job, int32_t ith, int32_t nth) {
-    (void)nth;
     const thread_scratch thread = scratch_of_thread(job, ith);
     if (plan_of(job)->by_span) {
-        attend_by_span(job, &thread);
+        attend_by_span(job, &thread, ith, nth);
     } else {
         attend_by_tile(job, &thread);
     }

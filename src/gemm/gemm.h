@@ -13,8 +13,10 @@
  *
  * Inputs that are not finite make their block's scale NaN, and so the results: rounding must not hide that something overflowed.
  *
- * Calling: pack_inputs by all threads, a barrier, multiply by all threads, a barrier, another multiply or pack_inputs. The layouts
- * are in gemm_kernel.h.
+ * What comes before a product is computed while its inputs are packed (dt_gemm_input_kind), and matrices that share their inputs
+ * are multiplied together: threads wait for each other once for all, which a small model does as long as it computes.
+ *
+ * Calling: pack_inputs by all threads, a barrier, one multiply by all threads, a barrier. The layouts are in gemm_kernel.h.
  */
 #ifndef DT_GEMM_H
 #define DT_GEMM_H
@@ -22,6 +24,7 @@
 #include "base/base.h"
 
 #define DT_GEMM_ROWS 16
+#define DT_GEMM_BLOCK 32
 
 /* ggml's types that can be packed: X(name). */
 #define DT_GEMM_TYPES(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(IQ4_NL) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS)
@@ -36,14 +39,41 @@ typedef struct dt_gemm_matrix {
     const void *packed;
 } dt_gemm_matrix;
 
+typedef enum dt_gemm_input_kind {
+    DT_GEMM_PLAIN, /* x */
+    DT_GEMM_NORM,  /* x, or x + y, divided by the root of the mean of its squares, times weight (RMSNorm) */
+    DT_GEMM_SILU   /* x / (1 + e^-x) * y (SwiGLU, Shazeer 2020) */
+} dt_gemm_input_kind;
+
+/* What is packed. Rows are tokens, strides in floats. */
+typedef struct dt_gemm_inputs {
+    dt_gemm_input_kind kind;
+    int32_t n_in, n_tokens;
+    const float *x, *y; /* [n_tokens][n_in]; y may be NULL with DT_GEMM_NORM, and is not read with DT_GEMM_PLAIN */
+    size_t x_stride, y_stride;
+    const float *weight; /* [n_in] of the norm */
+    float epsilon;       /* is added to the mean */
+    float *sum; /* [n_tokens][n_in] x + y of the norm, where there is a y; no other thread's part may be read before a barrier */
+} dt_gemm_inputs;
+
+#define DT_GEMM_MAX_MATRICES 3
+
+/* Matrices with the same inputs: y[token] is the rows of all, one after the other. */
+typedef struct dt_gemm_product {
+    const dt_gemm_matrix *matrices[DT_GEMM_MAX_MATRICES];
+    int32_t n_matrices, n_tokens;
+    float *y;
+    size_t stride; /* of a token, in floats */
+} dt_gemm_product;
+
 typedef struct dt_gemm_kernel {
     const char *name;
     bool has_amx;
     bool (*supported)(void);
-    /* x: [n_tokens][n_in], stride in floats. Every thread packs some tiles. */
-    void (*pack_inputs)(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith, int32_t nth);
-    /* y: [n_tokens][n_out], stride in floats. Every thread computes some rows; `packed` counts what is given out. */
-    void (*multiply)(const dt_gemm_matrix *w, void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith, int32_t nth);
+    /* Every thread packs some tiles. */
+    void (*pack_inputs)(const dt_gemm_inputs *in, void *packed, int32_t ith, int32_t nth);
+    /* Every thread computes some rows; `packed` counts what is given out. */
+    void (*multiply)(const dt_gemm_product *p, void *packed, int32_t ith, int32_t nth);
 } dt_gemm_kernel;
 
 /* The fastest kernel this machine supports, or NULL: then ggml's own products are the better choice. */

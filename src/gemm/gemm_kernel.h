@@ -10,7 +10,7 @@
  *               5th bit: 64 bytes, bit j quad j; 5th and 6th: 2 x 64 bytes, bits 2k and 2k+1 of piece v quad 4v + k
  *     scales    int8 [n_scales][16]  that multiply the super-block's: one per block, or one for each 16 inputs
  *     minimums  int8 [16]            that multiply the super-block's, where there are scales and minimums
- * Packed activations: the counters by which threads share out rows, then tiles of 16, 8, 4, 2 or 1 tokens (T), for each block
+ * Packed activations: the counters by which threads share out rows (base/share.h), then tiles of 16, 8, 4, 2 or 1 tokens (T), for each block
  *   quants int8 [8 quads][T][4],  scale float [T],  sum float [T] = scale * sum of the quants,
  *   negated int32 [2][T] = minus the sum of the first 16 quants, and of all
  *
@@ -20,9 +20,9 @@
 #ifndef DT_GEMM_KERNEL_H
 #define DT_GEMM_KERNEL_H
 
-#include "gemm/gemm.h"
+#include "base/share.h"
+#include "gemm/gemm_inputs.h"
 
-#define DT_GEMM_BLOCK 32
 #define DT_GEMM_TILE 16      /* most tokens of a tile */
 #define DT_GEMM_MAX_BLOCKS 8 /* of a super-block */
 
@@ -85,24 +85,20 @@ static inline void dt_gemm_put_scale(void *block, int32_t tile, int32_t t, float
 
 /* The rows of a product are as many ranges as there are threads, up to this. */
 #define DT_GEMM_RANGES 16
-#define DT_GEMM_CHUNKS 32 /* of a range, with kernels for which a group is as good as many */
-/* How many chunks of a range were given out; 0 between products. A cache line each. */
-typedef struct dt_gemm_counter {
-    atomic_int taken;
-    char rest[60];
-} dt_gemm_counter;
-#define DT_GEMM_COUNTER_BYTES (DT_GEMM_RANGES * sizeof(dt_gemm_counter))
+#define DT_GEMM_CHUNKS 32         /* of a range, with kernels for which a group is as good as many */
+#define DT_GEMM_CHUNK_BYTES 16384 /* a chunk is no smaller: giving out one takes as long as reading a few hundred bytes */
+#define DT_GEMM_COUNTER_BYTES (DT_GEMM_RANGES * sizeof(dt_share))
 
 /* Packs 32 inputs of token t of a tile. */
 typedef void (*dt_gemm_pack_block_fn)(const float *from, int32_t tile, int32_t t, void *to);
 
 /* pack_inputs for a kernel's pack_block. Tiles are shared out between threads; of a single token, its blocks. */
-static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const float *x, size_t stride, int32_t n_in, int32_t n_tokens,
-                                    void *packed, int32_t ith, int32_t nth) {
-    const int32_t n_blocks = n_in / DT_GEMM_BLOCK;
+static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const dt_gemm_inputs *in, void *packed, int32_t ith,
+                                    int32_t nth) {
+    const int32_t n_blocks = in->n_in / DT_GEMM_BLOCK, n_tokens = in->n_tokens;
     char *tiles = (char *)packed + DT_GEMM_COUNTER_BYTES;
-    for (int32_t i = 0; ith == 0 && i < DT_GEMM_RANGES; i++) {
-        atomic_init(&((dt_gemm_counter *)packed)[i].taken, 0);
+    if (ith < DT_GEMM_RANGES) {
+        dt_share_reset((dt_share *)packed + ith);
     }
     for (int32_t first = 0, tile; first < n_tokens; first += tile) {
         tile = dt_gemm_tile(n_tokens - first);
@@ -111,10 +107,15 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const floa
             continue;
         }
         const int32_t begin = whole ? 0 : n_blocks * ith / nth, end = whole ? n_blocks : n_blocks * (ith + 1) / nth;
+        float factor[DT_GEMM_TILE] = {0};
+        for (int32_t t = 0; in->kind == DT_GEMM_NORM && begin < end && t < tile; t++) {
+            factor[t] = dt_gemm_norm_factor(in, first + t);
+        }
         for (int32_t b = begin; b < end; b++) {
             char *to = tiles + ((size_t)first * (size_t)n_blocks + (size_t)b * (size_t)tile) * DT_GEMM_TOKEN_BYTES;
             for (int32_t t = 0; t < tile; t++) {
-                pack_block(x + (size_t)(first + t) * stride + (size_t)b * DT_GEMM_BLOCK, tile, t, to);
+                float values[DT_GEMM_BLOCK];
+                pack_block(dt_gemm_input_block(in, first + t, b, factor[t], values), tile, t, to);
             }
         }
     }
@@ -124,27 +125,41 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const floa
 typedef void (*dt_gemm_groups_fn)(const uint8_t *groups, int32_t n_groups, int32_t n_blocks, const char *inputs, int32_t n_tokens,
                                   float *y, size_t stride);
 
-/* multiply for a kernel's groups function. A thread reads the weights of its range from end to end, and then helps with what is
- * left of the others': cores differ in speed, and in what else they have to do. The last thread to find nothing left in a range
- * resets it. n_chunks: about, of a range; a chunk is what is given out at once. */
-static inline void dt_gemm_multiply_groups(dt_gemm_groups_fn groups_fn, int64_t n_chunks, const dt_gemm_matrix *w, void *packed,
-                                           int32_t n_tokens, float *y, size_t stride, int32_t ith, int32_t nth) {
-    const size_t group_bytes = dt_gemm_group_bytes(dt_gemm_formats[w->type], w->n_in);
-    const int64_t n_groups = w->n_out / DT_GEMM_ROWS, n_ranges = DT_MIN(nth, DT_GEMM_RANGES);
-    const int64_t chunk = DT_MAX(1, n_groups / (n_ranges * n_chunks));
+/* Groups [begin, end) of the matrices' rows taken as one list. */
+static inline void dt_gemm_multiply_some(const dt_gemm_groups_fn *by_type, const dt_gemm_product *p, const void *packed,
+                                         int64_t begin, int64_t end) {
+    int64_t first = 0; /* group of matrix i */
+    for (int32_t i = 0; i < p->n_matrices && first < end; i++) {
+        const dt_gemm_matrix *w = p->matrices[i];
+        const int64_t from = DT_MAX(begin, first), to = DT_MIN(end, first + w->n_out / DT_GEMM_ROWS);
+        if (from < to) {
+            const size_t group_bytes = dt_gemm_group_bytes(dt_gemm_formats[w->type], w->n_in);
+            by_type[w->type]((const uint8_t *)w->packed + (size_t)(from - first) * group_bytes, (int32_t)(to - from),
+                             w->n_in / DT_GEMM_BLOCK, (const char *)packed + DT_GEMM_COUNTER_BYTES, p->n_tokens,
+                             p->y + from * DT_GEMM_ROWS, p->stride);
+        }
+        first += w->n_out / DT_GEMM_ROWS;
+    }
+}
+
+/* multiply for a kernel's groups functions. A thread reads the weights of its range from end to end, and then helps with what is
+ * left of the others': cores differ in speed, and in what else they have to do. n_chunks: about, of a range; a chunk is what is
+ * given out at once. */
+static inline void dt_gemm_multiply_groups(const dt_gemm_groups_fn *by_type, int64_t n_chunks, const dt_gemm_product *p,
+                                           void *packed, int32_t ith, int32_t nth) {
+    const int64_t n_ranges = DT_MIN(nth, DT_GEMM_RANGES);
+    const int64_t group_bytes = (int64_t)dt_gemm_group_bytes(dt_gemm_formats[p->matrices[0]->type], p->matrices[0]->n_in);
+    int64_t n_groups = 0;
+    for (int32_t i = 0; i < p->n_matrices; i++) {
+        n_groups += p->matrices[i]->n_out / DT_GEMM_ROWS;
+    }
+    const int64_t chunk = DT_MAX(DT_MAX(1, n_groups / (n_ranges * n_chunks)), DT_GEMM_CHUNK_BYTES / group_bytes);
     for (int64_t i = 0; i < n_ranges; i++) {
         const int64_t range = (ith + i) % n_ranges, begin = n_groups * range / n_ranges, end = n_groups * (range + 1) / n_ranges;
-        const int64_t n_here = (end - begin + chunk - 1) / chunk;
-        atomic_int *taken = &((dt_gemm_counter *)packed)[range].taken;
-        int64_t at;
-        while ((at = atomic_fetch_add(taken, 1)) < n_here) {
-            const int64_t g = begin + at * chunk;
-            groups_fn((const uint8_t *)w->packed + (size_t)g * group_bytes, (int32_t)DT_MIN(chunk, end - g),
-                      w->n_in / DT_GEMM_BLOCK, (const char *)packed + DT_GEMM_COUNTER_BYTES, n_tokens, y + g * DT_GEMM_ROWS,
-                      stride);
-        }
-        if (at == n_here + nth - 1) {
-            atomic_store(taken, 0);
+        const int32_t n_here = (int32_t)((end - begin + chunk - 1) / chunk);
+        int32_t at;
+        while ((at = dt_share_take((dt_share *)packed + range, n_here, i == 0)) < n_here) {
+            dt_gemm_multiply_some(by_type, p, packed, begin + at * chunk, DT_MIN(begin + (at + 1) * chunk, end));
         }
     }
 }
@@ -168,14 +183,14 @@ static inline void dt_gemm_multiply_groups(dt_gemm_groups_fn groups_fn, int64_t 
 #define DT_GEMM_GROUPS_ENTRY(name) groups_##name,
 #define DT_GEMM_DEFINE_KERNEL(n_chunks)                                                                                            \
     DT_GEMM_TYPES(DT_GEMM_GROUPS)                                                                                                  \
-    static void pack_inputs(const float *x, size_t stride, int32_t n_in, int32_t n_tokens, void *packed, int32_t ith,              \
-                            int32_t nth) {                                                                                         \
-        dt_gemm_pack_all(pack_block, x, stride, n_in, n_tokens, packed, ith, nth);                                                 \
+    static void pack_inputs(const dt_gemm_inputs *in, void *packed, int32_t ith, int32_t nth) {                                    \
+        dt_gemm_pack_all(pack_block, in, packed, ith, nth);                                                                        \
     }                                                                                                                              \
-    static void multiply(const dt_gemm_matrix *w, void *packed, int32_t n_tokens, float *y, size_t stride, int32_t ith,            \
-                         int32_t nth) {                                                                                            \
+    static void multiply(const dt_gemm_product *p, void *packed, int32_t ith, int32_t nth) {                                       \
         static const dt_gemm_groups_fn by_type[] = {DT_GEMM_TYPES(DT_GEMM_GROUPS_ENTRY)};                                          \
-        dt_gemm_multiply_groups(by_type[w->type], n_chunks, w, packed, n_tokens, y, stride, ith, nth);                             \
+        const int32_t n_tokens = p->n_tokens;                                                                                      \
+        (void)n_tokens;                                                                                                            \
+        dt_gemm_multiply_groups(by_type, n_chunks, p, packed, ith, nth);                                                           \
     }
 
 #endif

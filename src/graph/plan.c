@@ -19,6 +19,7 @@
 #define NODES_PER_LAYER 64
 #define NODES_PER_EXPERT_USED 2 /* in each layer */
 #define NODES_PER_MODEL 32
+#define PRODUCTS_PER_LAYER 7
 #define HALF_MAX 65504.0f
 #define SMALLEST_SUM 6.103515625e-5f /* what the chosen experts' probabilities are divided by at least: the smallest normal half */
 
@@ -28,10 +29,21 @@ typedef struct builder {
     struct ggml_context *ctx;
     dt_plan *plan;
     const dt_plan_params *params;
-    dt_plan_segment *segment;                   /* that is being built */
-    size_t max_nodes;                           /* of a segment's graph */
-    struct ggml_tensor *inputs, *packed_inputs; /* the activations packed last, and their packed form */
+    dt_plan_segment *segment; /* that is being built */
+    size_t max_nodes;         /* of a segment's graph */
 } builder;
+
+/* What products are taken of, [n_in, N]. */
+typedef struct activations {
+    struct ggml_tensor *x;      /* NULL: there are only packed ones */
+    struct ggml_tensor *packed; /* for one product, which uses it up; NULL: to be packed */
+    int64_t n_in, n;
+} activations;
+
+/* The residual stream: x, and what is still to be added to it or NULL. [E, N] */
+typedef struct stream {
+    struct ggml_tensor *x, *y;
+} stream;
 
 /* ---- custom operators ---- */
 
@@ -79,15 +91,51 @@ static void op_observe(struct ggml_tensor *dst, int ith, int nth, void *user) {
     }
 }
 
-static void op_pack_inputs(struct ggml_tensor *dst, int ith, int nth, void *user) {
-    const struct ggml_tensor *x = dst->src[0];
-    (void)user;
-    dt_gemm_kernel_auto()->pack_inputs(x->data, x->nb[1] / sizeof(float), (int32_t)x->ne[0], (int32_t)x->ne[1], dst->data, ith,
-                                       nth);
+/* Where x + y of a norm lies behind the packed inputs, in bytes. */
+static size_t sum_offset(int64_t n_in, int64_t n) {
+    return DT_ROUND_UP(dt_gemm_input_bytes((int32_t)n_in, (int32_t)n), (size_t)64);
 }
 
+static dt_gemm_inputs inputs_of(dt_gemm_input_kind kind, const struct ggml_tensor *x, const struct ggml_tensor *y) {
+    return (dt_gemm_inputs){.kind = kind,
+                            .n_in = (int32_t)x->ne[0],
+                            .n_tokens = (int32_t)x->ne[1],
+                            .x = x->data,
+                            .x_stride = x->nb[1] / sizeof(float),
+                            .y = y != NULL ? y->data : NULL,
+                            .y_stride = y != NULL ? y->nb[1] / sizeof(float) : 0};
+}
+
+/* Sources: x. */
+static void op_pack(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    const dt_gemm_inputs in = inputs_of(DT_GEMM_PLAIN, dst->src[0], NULL);
+    (void)user;
+    dt_gemm_kernel_auto()->pack_inputs(&in, dst->data, ith, nth);
+}
+
+/* Sources: x, the norm's weight, y or none. user: epsilon. */
+static void op_pack_norm(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    dt_gemm_inputs in = inputs_of(DT_GEMM_NORM, dst->src[0], dst->src[2]);
+    in.weight = dst->src[1]->data;
+    in.epsilon = *(const float *)user;
+    in.sum = (float *)((char *)dst->data + sum_offset(in.n_in, in.n_tokens));
+    dt_gemm_kernel_auto()->pack_inputs(&in, dst->data, ith, nth);
+}
+
+/* Sources: gate, up. */
+static void op_pack_silu(struct ggml_tensor *dst, int ith, int nth, void *user) {
+    const dt_gemm_inputs in = inputs_of(DT_GEMM_SILU, dst->src[0], dst->src[1]);
+    (void)user;
+    dt_gemm_kernel_auto()->pack_inputs(&in, dst->data, ith, nth);
+}
+
+/* user: a dt_gemm_product without tokens and results, which are dst's. */
 static void op_multiply(struct ggml_tensor *dst, int ith, int nth, void *user) {
-    dt_gemm_kernel_auto()->multiply(user, dst->src[0]->data, (int32_t)dst->ne[1], dst->data, dst->nb[1] / sizeof(float), ith, nth);
+    dt_gemm_product product = *(const dt_gemm_product *)user;
+    product.n_tokens = (int32_t)dst->ne[1];
+    product.y = dst->data;
+    product.stride = dst->nb[1] / sizeof(float);
+    dt_gemm_kernel_auto()->multiply(&product, dst->src[0]->data, ith, nth);
 }
 
 /* Holds inputs to +-*user. What is not a number stays so and shows in the logits. Every thread takes rows. */
@@ -129,32 +177,59 @@ static struct ggml_tensor *norm(builder *b, struct ggml_tensor *x, struct ggml_t
     return ggml_mul(b->ctx, ggml_rms_norm(b->ctx, x, b->hp->norm_eps), weight);
 }
 
-/* Several matrices are multiplied with the same x, one after the other: it is packed once. */
-static struct ggml_tensor *pack_inputs(builder *b, struct ggml_tensor *x) {
-    if (b->inputs != x) {
-        const size_t bytes = dt_gemm_input_bytes((int32_t)x->ne[0], (int32_t)x->ne[1]);
-        b->inputs = x;
-        b->packed_inputs =
-            ggml_custom_4d(b->ctx, GGML_TYPE_I8, (int64_t)bytes, 1, 1, 1, &x, 1, op_pack_inputs, GGML_N_TASKS_MAX, NULL);
-    }
-    return b->packed_inputs;
-}
-
 static struct ggml_tensor *add_bias(builder *b, struct ggml_tensor *x, struct ggml_tensor *bias) {
     return bias ? ggml_add(b->ctx, x, bias) : x;
 }
 
-/* x [n_in, N] -> [n_out, N] */
-static struct ggml_tensor *linear(builder *b, const dt_matrix *w, struct ggml_tensor *bias, struct ggml_tensor *x) {
-    struct ggml_tensor *y;
-    if (w->packed.n_out > 0) {
-        struct ggml_tensor *packed = pack_inputs(b, x);
-        y = ggml_custom_4d(b->ctx, GGML_TYPE_F32, w->packed.n_out, x->ne[1], 1, 1, &packed, 1, op_multiply, GGML_N_TASKS_MAX,
-                           (void *)&w->packed);
-    } else {
-        y = ggml_mul_mat(b->ctx, w->tensor, x);
+static bool is_packed(const dt_matrix *w) { return w->packed.n_out > 0; }
+
+static activations plain(struct ggml_tensor *x) { return (activations){.x = x, .n_in = x->ne[0], .n = x->ne[1]}; }
+
+/* A tensor for packed inputs and more_bytes behind sum_offset. */
+static struct ggml_tensor *packed(builder *b, int64_t n_in, int64_t n, size_t more_bytes, struct ggml_tensor **args, int n_args,
+                                  ggml_custom_op_t op, const void *user) {
+    const int64_t n_floats = (int64_t)((sum_offset(n_in, n) + more_bytes) / sizeof(float));
+    return ggml_custom_4d(b->ctx, GGML_TYPE_F32, n_floats, 1, 1, 1, args, n_args, op, GGML_N_TASKS_MAX, (void *)(uintptr_t)user);
+}
+
+/* The norm of the stream, to which nothing is left to be added then. only_packed: all that it is for are packed matrices. */
+static activations normed(builder *b, stream *s, struct ggml_tensor *weight, bool only_packed) {
+    if (!only_packed) {
+        s->x = s->y ? ggml_add(b->ctx, s->y, s->x) : s->x;
+        s->y = NULL;
+        return plain(norm(b, s->x, weight));
     }
-    return add_bias(b, y, bias);
+    const int64_t n_in = s->x->ne[0], n = s->x->ne[1];
+    const size_t row_bytes = (size_t)n_in * sizeof(float), offset = sum_offset(n_in, n);
+    struct ggml_tensor *args[] = {s->x, weight, s->y};
+    struct ggml_tensor *y =
+        packed(b, n_in, n, s->y ? row_bytes * (size_t)n : 0, args, s->y ? 3 : 2, op_pack_norm, &b->hp->norm_eps);
+    s->x = s->y ? ggml_view_2d(b->ctx, y, n_in, n, row_bytes, offset) : s->x;
+    s->y = NULL;
+    return (activations){.packed = y, .n_in = n_in, .n = n};
+}
+
+/* Packed matrices [n_in, n_out] of the same inputs -> [sum of n_out, N] */
+static struct ggml_tensor *multiply(builder *b, const dt_matrix *const *w, int32_t n_matrices, activations *a) {
+    dt_gemm_product *product = &b->plan->products[b->plan->n_products++];
+    int64_t n_out = 0;
+    *product = (dt_gemm_product){.n_matrices = n_matrices};
+    for (int32_t i = 0; i < n_matrices; i++) {
+        product->matrices[i] = &w[i]->packed;
+        n_out += w[i]->packed.n_out;
+    }
+    if (a->packed == NULL) {
+        a->packed = packed(b, a->n_in, a->n, 0, &a->x, 1, op_pack, NULL);
+    }
+    struct ggml_tensor *y =
+        ggml_custom_4d(b->ctx, GGML_TYPE_F32, n_out, a->n, 1, 1, &a->packed, 1, op_multiply, GGML_N_TASKS_MAX, product);
+    a->packed = NULL;
+    return y;
+}
+
+/* a [n_in, N] -> [n_out, N] */
+static struct ggml_tensor *linear(builder *b, const dt_matrix *w, struct ggml_tensor *bias, activations *a) {
+    return add_bias(b, is_packed(w) ? multiply(b, &w, 1, a) : ggml_mul_mat(b->ctx, w->tensor, a->x), bias);
 }
 
 /* x [D, heads, N] */
@@ -174,20 +249,26 @@ static struct ggml_tensor *part(builder *b, struct ggml_tensor *x, int64_t first
     return ggml_view_2d(b->ctx, x, n, x->ne[1], x->nb[1], (size_t)first * sizeof(float));
 }
 
-/* x [E, N] -> *q [H*D, N], *k [G*D, N], *v [G*Dv, N]; strided where they come from one matrix. */
-static void project(builder *b, struct ggml_tensor *x, int32_t layer, struct ggml_tensor **q, struct ggml_tensor **k,
+/* Whether query, key and value come out of one product. */
+static bool is_projected_once(const dt_layer_weights *w) {
+    return w->wqkv.tensor || (is_packed(&w->wq) && is_packed(&w->wk) && is_packed(&w->wv));
+}
+
+/* a [E, N] -> *q [H*D, N], *k [G*D, N], *v [G*Dv, N]; strided where they come out of one product. */
+static void project(builder *b, activations *a, int32_t layer, struct ggml_tensor **q, struct ggml_tensor **k,
                     struct ggml_tensor **v) {
     const dt_layer_weights *w = &b->decoder->layers[layer];
     const int64_t n_q = (int64_t)b->hp->n_heads * b->hp->head_dim_k, n_k = (int64_t)b->hp->n_kv_heads[layer] * b->hp->head_dim_k;
-    if (w->wqkv.tensor) {
-        struct ggml_tensor *qkv = linear(b, &w->wqkv, w->bqkv, x);
+    if (is_projected_once(w)) {
+        const dt_matrix *apart[] = {&w->wq, &w->wk, &w->wv};
+        struct ggml_tensor *qkv = w->wqkv.tensor ? linear(b, &w->wqkv, w->bqkv, a) : multiply(b, apart, 3, a);
         *q = add_bias(b, part(b, qkv, 0, n_q), w->bq);
         *k = add_bias(b, part(b, qkv, n_q, n_k), w->bk);
         *v = add_bias(b, part(b, qkv, n_q + n_k, qkv->ne[0] - n_q - n_k), w->bv);
     } else {
-        *q = linear(b, &w->wq, w->bq, x);
-        *k = linear(b, &w->wk, w->bk, x);
-        *v = linear(b, &w->wv, w->bv, x);
+        *q = linear(b, &w->wq, w->bq, a);
+        *k = linear(b, &w->wk, w->bk, a);
+        *v = linear(b, &w->wv, w->bv, a);
     }
 }
 
@@ -198,22 +279,33 @@ static struct ggml_tensor *heads(builder *b, struct ggml_tensor *x, struct ggml_
     return rope(b, head_norm ? norm(b, x, head_norm) : x, layer);
 }
 
+/* Heads [first, first + n) of x [D, heads, N]. */
+static struct ggml_tensor *some_heads(builder *b, struct ggml_tensor *x, int64_t first, int64_t n) {
+    return ggml_view_3d(b->ctx, x, x->ne[0], n, x->ne[2], x->nb[1], x->nb[2], (size_t)first * x->nb[1]);
+}
+
 static bool is_elsewhere(const builder *b, int32_t layer) {
     return b->params->cache != NULL && dt_device_cache_layer(b->params->cache, layer)->device >= 0;
 }
 
-/* x [E, N] -> [Dv*H, N] */
-static struct ggml_tensor *attention(builder *b, struct ggml_tensor *x, int32_t layer) {
+/* a [E, N] -> [Dv*H, N] */
+static struct ggml_tensor *attention(builder *b, activations *a, int32_t layer) {
     const dt_hparams *hp = b->hp;
     const dt_layer_weights *w = &b->decoder->layers[layer];
     dt_plan_layer *io = &b->plan->layers[layer];
     dt_layer_op *op = &b->params->ops[layer];
-    const int64_t n = x->ne[1];
+    const int64_t n = a->n, n_kv_heads = hp->n_kv_heads[layer];
 
     struct ggml_tensor *q, *k, *v;
-    project(b, x, layer, &q, &k, &v);
-    q = heads(b, q, w->q_norm, hp->n_heads, layer);
-    k = heads(b, k, w->k_norm, hp->n_kv_heads[layer], layer);
+    project(b, a, layer, &q, &k, &v);
+    if (is_projected_once(w) && !w->q_norm && !w->k_norm && !w->bq && !w->bk) { /* rotated together */
+        struct ggml_tensor *both = heads(b, q, NULL, hp->n_heads + n_kv_heads, layer);
+        q = some_heads(b, both, 0, hp->n_heads);
+        k = some_heads(b, both, hp->n_heads, n_kv_heads);
+    } else {
+        q = heads(b, q, w->q_norm, hp->n_heads, layer);
+        k = heads(b, k, w->k_norm, n_kv_heads, layer);
+    }
     if (is_elsewhere(b, layer)) {
         const dt_plan_segment *s = b->segment;
         const dt_device_builder here = {.ctx = b->ctx,
@@ -277,7 +369,8 @@ static struct ggml_tensor *limit(builder *b, const struct ggml_tensor *weight, s
 static struct ggml_tensor *mixture(builder *b, struct ggml_tensor *x, int32_t layer) {
     const dt_layer_weights *w = &b->decoder->layers[layer];
     const int64_t n = x->ne[1], n_experts = b->hp->n_experts, n_used = b->hp->n_experts_used;
-    struct ggml_tensor *probabilities = ggml_soft_max(b->ctx, linear(b, &w->router, NULL, x));
+    activations a = plain(x);
+    struct ggml_tensor *probabilities = ggml_soft_max(b->ctx, linear(b, &w->router, NULL, &a));
     struct ggml_tensor *chosen = ggml_argsort_top_k(b->ctx, probabilities, (int)n_used); /* [used, N] */
     struct ggml_tensor *share =
         ggml_get_rows(b->ctx, ggml_reshape_3d(b->ctx, probabilities, 1, n_experts, n), chosen); /* [1, used, N] */
@@ -298,20 +391,36 @@ static struct ggml_tensor *mixture(builder *b, struct ggml_tensor *x, int32_t la
     return sum;
 }
 
-/* Gated feed-forward: down(act(gate x) * up x). */
-static struct ggml_tensor *feed_forward(builder *b, struct ggml_tensor *x, int32_t layer) {
+static bool has_packed_feed_forward(const dt_layer_weights *w) {
+    return !w->router.tensor && is_packed(&w->ffn_up) && (!w->ffn_gate.tensor || is_packed(&w->ffn_gate));
+}
+
+/* Gated feed-forward: down(act(gate a) * up a). */
+static struct ggml_tensor *feed_forward(builder *b, activations *a, int32_t layer) {
     const dt_layer_weights *w = &b->decoder->layers[layer];
     if (w->router.tensor) {
-        return mixture(b, x, layer);
+        return mixture(b, a->x, layer);
     }
-    struct ggml_tensor *up = linear(b, &w->ffn_up, w->ffn_up_bias, x), *gated;
-    if (w->ffn_gate.tensor) {
-        gated = gate(b, linear(b, &w->ffn_gate, w->ffn_gate_bias, x), up);
+    struct ggml_tensor *gates, *up;
+    if (w->ffn_gate.tensor && !has_packed_feed_forward(w)) {
+        gates = linear(b, &w->ffn_gate, w->ffn_gate_bias, a);
+        up = linear(b, &w->ffn_up, w->ffn_up_bias, a);
     } else {
-        const int64_t width = up->ne[0] / 2;
-        gated = gate(b, part(b, up, 0, width), part(b, up, width, width));
+        const dt_matrix *apart[] = {&w->ffn_gate, &w->ffn_up};
+        struct ggml_tensor *both = w->ffn_gate.tensor ? multiply(b, apart, 2, a) : linear(b, &w->ffn_up, w->ffn_up_bias, a);
+        const int64_t width = both->ne[0] / 2;
+        gates = add_bias(b, part(b, both, 0, width), w->ffn_gate_bias);
+        up = add_bias(b, part(b, both, width, width), w->ffn_gate.tensor ? w->ffn_up_bias : NULL);
     }
-    return linear(b, &w->ffn_down, w->ffn_down_bias, limit(b, w->ffn_down.tensor, gated));
+    activations gated;
+    if (is_packed(&w->ffn_down) && b->hp->arch->activation == DT_ACTIVATION_SILU) {
+        struct ggml_tensor *args[] = {gates, up};
+        gated = (activations){.n_in = up->ne[0], .n = up->ne[1]};
+        gated.packed = packed(b, gated.n_in, gated.n, 0, args, 2, op_pack_silu, NULL);
+    } else {
+        gated = plain(limit(b, w->ffn_down.tensor, gate(b, gates, up)));
+    }
+    return linear(b, &w->ffn_down, w->ffn_down_bias, &gated);
 }
 
 static struct ggml_tensor *softcap(builder *b, struct ggml_tensor *x, float cap) {
@@ -335,12 +444,19 @@ static struct ggml_tensor *begin_segment(builder *b, int32_t device, struct ggml
     }
     b->segment = &plan->segments[plan->n_segments++];
     *b->segment = (dt_plan_segment){.device = device, .cgraph = ggml_new_graph_custom(b->ctx, b->max_nodes, false)};
-    b->inputs = NULL;
     if (x != NULL) {
         b->segment->in = ggml_new_tensor_2d(b->ctx, GGML_TYPE_F32, x->ne[0], x->ne[1]);
         ggml_set_input(b->segment->in);
     }
     return b->segment->in;
+}
+
+/* The stream goes on at the device, if it isn't there. */
+static void go_on_at(builder *b, int32_t device, stream *s) {
+    if (device != b->segment->device) {
+        s->x = begin_segment(b, device, s->y ? ggml_add(b->ctx, s->y, s->x) : s->x);
+        s->y = NULL;
+    }
 }
 
 /* What a layer of the segment needs to be told; once for all of its layers. */
@@ -370,35 +486,36 @@ static void build(builder *b) {
     dt_plan *plan = b->plan;
     begin_segment(b, 0, NULL);
     plan->tokens = input(b, GGML_TYPE_I32, plan->n_tokens, "tokens");
-    struct ggml_tensor *x = ggml_get_rows(b->ctx, b->decoder->token_embedding, plan->tokens);
+    stream s = {.x = ggml_get_rows(b->ctx, b->decoder->token_embedding, plan->tokens)};
     if (hp->embedding_scale != 1.0f) {
-        x = ggml_scale(b->ctx, x, hp->embedding_scale);
+        s.x = ggml_scale(b->ctx, s.x, hp->embedding_scale);
     }
     for (int32_t i = 0; i < hp->n_layers; i++) {
         const dt_layer_weights *w = &b->decoder->layers[i];
-        if (b->decoder->layer_device[i] != b->segment->device) {
-            x = begin_segment(b, b->decoder->layer_device[i], x);
-        }
+        go_on_at(b, b->decoder->layer_device[i], &s);
         if (i == hp->n_layers - 1) {
             plan->output_rows = input(b, GGML_TYPE_I32, plan->n_outputs, "output_rows");
             /* with every row wanted, nothing reads it: expand it too, so that it has memory */
             ggml_build_forward_expand(b->segment->cgraph, plan->output_rows);
         }
         need_inputs(b, i);
-        struct ggml_tensor *y = attention(b, norm(b, x, w->attn_norm), i);
+        activations a =
+            normed(b, &s, w->attn_norm, is_packed(&w->wqkv) || (is_packed(&w->wq) && is_packed(&w->wk) && is_packed(&w->wv)));
+        struct ggml_tensor *y = attention(b, &a, i);
         if (i == hp->n_layers - 1) { /* after the last attention only the wanted rows matter */
             y = output_rows(b, y);
-            x = output_rows(b, x);
+            s.x = output_rows(b, s.x);
         }
-        y = linear(b, &w->wo, w->bo, y);
-        x = ggml_add(b->ctx, w->attn_post_norm ? norm(b, y, w->attn_post_norm) : y, x);
-        y = feed_forward(b, norm(b, x, w->ffn_norm), i);
-        x = ggml_add(b->ctx, w->ffn_post_norm ? norm(b, y, w->ffn_post_norm) : y, x);
+        a = plain(y);
+        y = linear(b, &w->wo, w->bo, &a);
+        s.y = w->attn_post_norm ? norm(b, y, w->attn_post_norm) : y;
+        a = normed(b, &s, w->ffn_norm, has_packed_feed_forward(w));
+        y = feed_forward(b, &a, i);
+        s.y = w->ffn_post_norm ? norm(b, y, w->ffn_post_norm) : y;
     }
-    if (b->decoder->head_device != b->segment->device) {
-        x = begin_segment(b, b->decoder->head_device, x);
-    }
-    struct ggml_tensor *logits = linear(b, &b->decoder->output, b->decoder->output_bias, norm(b, x, b->decoder->output_norm));
+    go_on_at(b, b->decoder->head_device, &s);
+    activations a = normed(b, &s, b->decoder->output_norm, is_packed(&b->decoder->output));
+    struct ggml_tensor *logits = linear(b, &b->decoder->output, b->decoder->output_bias, &a);
     if (hp->logit_softcap > 0.0f) {
         logits = softcap(b, logits, hp->logit_softcap);
     }
@@ -447,6 +564,7 @@ dt_status dt_plan_build(dt_plan *plan, const dt_plan_params *params, dt_error *e
     const size_t max_nodes = n_layers * layer_nodes + NODES_PER_MODEL;
     plan->n_tokens = 0;
     plan->n_segments = 0;
+    plan->n_products = 0;
     ggml_free(plan->ctx);
     plan->ctx = NULL;
     if (!plan->arena) {
@@ -454,8 +572,9 @@ dt_status dt_plan_build(dt_plan *plan, const dt_plan_params *params, dt_error *e
         plan->arena_bytes = max_nodes * ggml_tensor_overhead() + most_segments * ggml_graph_overhead_custom(max_nodes, false);
         plan->arena = malloc(plan->arena_bytes);
         plan->layers = calloc(n_layers, sizeof *plan->layers);
+        plan->products = calloc(n_layers * PRODUCTS_PER_LAYER + 1, sizeof *plan->products);
         plan->shape = calloc(n_layers, sizeof *plan->shape);
-        if (!plan->arena || !plan->layers || !plan->shape) {
+        if (!plan->arena || !plan->layers || !plan->products || !plan->shape) {
             return dt_fail_memory(error, plan->arena_bytes, "the compute graph");
         }
     }
@@ -493,6 +612,7 @@ void dt_plan_free(dt_plan *plan) {
     }
     free(plan->shape);
     free(plan->layers);
+    free(plan->products);
     free(plan->arena);
     memset(plan, 0, sizeof *plan);
 }

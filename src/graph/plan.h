@@ -42,6 +42,8 @@ typedef struct dt_plan {
     struct ggml_tensor *tokens, *output_rows; /* I32 [N], [n_outputs] */
     struct ggml_tensor *logits;               /* F32 [V, n_outputs] */
     dt_plan_layer *layers;                    /* [L] */
+    dt_gemm_product *products;                /* what the graph's products with packed matrices multiply */
+    int32_t n_products;
     dt_device_layer_shape *shape;             /* [L] of the cache elsewhere that it was built for */
 } dt_plan;
 

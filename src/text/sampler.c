@@ -176,8 +176,16 @@ dt_status dt_sampler_set_state(dt_sampler *sampler, const dt_sampler_state *stat
     return DT_OK;
 }
 
+/* Passes over a whole vocabulary, of which there are three for each token: compiled for several processors, chosen at start. Not with
+ * the sanitizers, which are not ready when that happens. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define VECTORS
+#endif
+
 /* The largest of n numbers; false when one is NaN or +infinity. Written in stripes so that compilers use vectors. */
-static bool find_maximum(const float *x, int32_t n, float *out) {
+VECTORS static bool find_maximum(const float *x, int32_t n, float *out) {
     float best[STRIPE];
     int32_t bad[STRIPE] = {0};
     for (int j = 0; j < STRIPE; j++) {
@@ -218,7 +226,7 @@ static inline float exp_negative(float x) {
     return p * scale.value;
 }
 
-static float probability_of(const float *logits, int32_t n, float maximum, int32_t token) {
+VECTORS static float probability_of(const float *logits, int32_t n, float maximum, int32_t token) {
     float sum[STRIPE] = {0};
     int32_t i = 0;
     for (; i + STRIPE <= n; i += STRIPE) {
