@@ -20,8 +20,9 @@ static inline float dt_gemm_norm_factor(const dt_gemm_inputs *in, int32_t t) {
     double sums[DT_GEMM_STRIPES] = {0};
     for (int32_t i = 0; i < in->n_in; i += DT_GEMM_STRIPES) {
         float values[DT_GEMM_STRIPES];
-        for (int32_t j = 0; j < DT_GEMM_STRIPES; j++) {
-            values[j] = y != NULL ? x[i + j] + y[i + j] : x[i + j];
+        memcpy(values, x + i, sizeof values);
+        for (int32_t j = 0; y != NULL && j < DT_GEMM_STRIPES; j++) {
+            values[j] += y[i + j];
         }
         for (int32_t j = 0; j < DT_GEMM_STRIPES; j++) {
             sums[j] += (double)(values[j] * values[j]);
@@ -34,12 +35,13 @@ static inline float dt_gemm_norm_factor(const dt_gemm_inputs *in, int32_t t) {
     return 1.0f / sqrtf((float)(sum / (double)in->n_in) + in->epsilon);
 }
 
-/* e^x for x <= 0 within 2e-7, smallest 1e-38, without a branch or a call: 2^(whole part) by exponent bits, the rest by its series
+#define DT_GEMM_LEAST_EXPONENT (-87.0f)
+
+/* e^x for x from DT_GEMM_LEAST_EXPONENT to 0 within 2e-7, without a branch or a call: 2^(whole part) by exponent bits, the rest by its series
  * (of ln 2 the first bits apart, so that their product is exact: Cody and Waite 1980). */
 static inline float dt_gemm_exponential(float x) {
-    const float from = x > -87.0f ? x : -87.0f;
-    const int32_t whole = (int32_t)(from * 1.44269504f - 0.5f); /* truncation upwards of a negative number: nearest */
-    const float r = from - (float)whole * 0.693359375f + (float)whole * 2.12194440e-4f;
+    const int32_t whole = (int32_t)(x * 1.44269504f - 0.5f); /* truncation upwards of a negative number: nearest */
+    const float r = x - (float)whole * 0.693359375f + (float)whole * 2.12194440e-4f;
     const float p =
         1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f + r * 0.00138888889f)))));
     const union {
@@ -58,9 +60,16 @@ static inline const float *dt_gemm_input_block(const dt_gemm_inputs *in, int32_t
     }
     const float *y = in->y != NULL ? in->y + (size_t)t * in->y_stride + at : NULL;
     if (in->kind == DT_GEMM_SILU) {
+        float e[DT_GEMM_BLOCK]; /* e^-|x|; the bound in a loop of its own, or compilers branch on it */
         for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
-            const float e = dt_gemm_exponential(x[i] < 0.0f ? x[i] : -x[i]);
-            values[i] = x[i] * ((x[i] < 0.0f ? e : 1.0f) / (1.0f + e)) * y[i];
+            e[i] = -fabsf(x[i]) > DT_GEMM_LEAST_EXPONENT ? -fabsf(x[i]) : DT_GEMM_LEAST_EXPONENT;
+        }
+        for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
+            e[i] = dt_gemm_exponential(e[i]);
+        }
+        for (int32_t i = 0; i < DT_GEMM_BLOCK; i++) {
+            const float over = x[i] < 0.0f ? e[i] : 1.0f;
+            values[i] = x[i] * (over / (1.0f + e[i])) * y[i];
         }
         return values;
     }

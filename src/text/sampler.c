@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 #define TOP_MAX 256
-#define STRIPE 16 /* independent running values, one vector register's worth */
+#define STRIPE 16 /* independent running values */
 
 struct dt_sampler {
     int32_t n_logits;     /* given at each call */
@@ -184,64 +184,67 @@ dt_status dt_sampler_set_state(dt_sampler *sampler, const dt_sampler_state *stat
 #define VECTORS
 #endif
 
-/* The largest of n numbers; false when one is NaN or +infinity. Written in stripes so that compilers use vectors. */
+/* STRIPE numbers at once, in as many registers as the processor needs for them. */
+typedef float floats __attribute__((vector_size(STRIPE * sizeof(float))));
+typedef int32_t ints __attribute__((vector_size(STRIPE * sizeof(float))));
+#define CHOOSE(mask, a, b) ((floats)(((mask) & (ints)(a)) | (~(mask) & (ints)(b))))
+
+/* The largest of n numbers; false when one is NaN or +infinity. */
 VECTORS static bool find_maximum(const float *x, int32_t n, float *out) {
-    float best[STRIPE];
-    int32_t bad[STRIPE] = {0};
-    for (int j = 0; j < STRIPE; j++) {
-        best[j] = -INFINITY;
-    }
+    floats best = (floats){0} - INFINITY;
+    ints good = (ints){0} - 1;
     int32_t i = 0;
     for (; i + STRIPE <= n; i += STRIPE) {
-        for (int j = 0; j < STRIPE; j++) {
-            best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
-            bad[j] |= !(x[i + j] <= FLT_MAX);
-        }
+        floats values;
+        memcpy(&values, x + i, sizeof values);
+        const ints larger = values > best;
+        best = CHOOSE(larger, values, best);
+        good &= values <= FLT_MAX;
     }
+    float maximum = -INFINITY;
+    bool all_good = true;
     for (; i < n; i++) {
-        best[0] = x[i] > best[0] ? x[i] : best[0];
-        bad[0] |= !(x[i] <= FLT_MAX);
+        maximum = x[i] > maximum ? x[i] : maximum;
+        all_good = all_good && x[i] <= FLT_MAX;
     }
-    float maximum = best[0];
-    int32_t any_bad = bad[0];
-    for (int j = 1; j < STRIPE; j++) {
+    for (int j = 0; j < STRIPE; j++) {
         maximum = best[j] > maximum ? best[j] : maximum;
-        any_bad |= bad[j];
+        all_good = all_good && good[j] != 0;
     }
     *out = maximum;
-    return !any_bad;
+    return all_good;
 }
 
-/* e^x for x <= 0 within 1e-6, without a branch or a call: 2^(whole part) by exponent bits, the rest by a polynomial. */
-static inline float exp_negative(float x) {
-    const float y = (x > -87.0f ? x : -87.0f) * 1.44269504f;
-    const int32_t whole = (int32_t)(y - 0.5f); /* truncation upwards of a negative number: nearest */
-    const float r = (y - (float)whole) * 0.693147181f;
-    const float p =
+/* Adds e^x of STRIPE numbers x <= 0, those below -87 as that, to *sum within 1e-6: 2^(whole part) by exponent bits, the rest by its
+ * series. */
+static inline __attribute__((always_inline)) void add_exponentials(const floats *of, floats *sum) {
+    const floats least = (floats){0} - 87.0f;
+    const ints in_range = *of > least;
+    const floats y = CHOOSE(in_range, *of, least) * 1.44269504f;
+    const ints whole = __builtin_convertvector(y - 0.5f, ints); /* truncation upwards of a negative number: nearest */
+    const floats r = (y - __builtin_convertvector(whole, floats)) * 0.693147181f;
+    const floats p =
         1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f + r * 0.00138888889f)))));
-    const union {
-        int32_t bits;
-        float value;
-    } scale = {.bits = (whole + 127) * (1 << 23)};
-    return p * scale.value;
+    *sum += p * (floats)((whole + 127) * (1 << 23));
 }
 
 VECTORS static float probability_of(const float *logits, int32_t n, float maximum, int32_t token) {
-    float sum[STRIPE] = {0};
+    floats sum = {0};
     int32_t i = 0;
     for (; i + STRIPE <= n; i += STRIPE) {
-        for (int j = 0; j < STRIPE; j++) {
-            sum[j] += exp_negative(logits[i + j] - maximum);
-        }
+        floats values;
+        memcpy(&values, logits + i, sizeof values);
+        values -= maximum;
+        add_exponentials(&values, &sum);
     }
     double total = 0;
     for (; i < n; i++) {
-        total += (double)exp_negative(logits[i] - maximum);
+        total += exp((double)(logits[i] - maximum));
     }
     for (int j = 0; j < STRIPE; j++) {
         total += (double)sum[j];
     }
-    return (float)((double)exp_negative(logits[token] - maximum) / total);
+    return (float)(exp((double)(logits[token] - maximum)) / total);
 }
 
 static bool is_banned(const dt_sampler *sampler, int32_t token) {
