@@ -491,8 +491,9 @@ static bool may_evict(const dt_session *s) {
 
 int32_t dt_session_tokens_to_round(const dt_session *s) {
     int64_t most = dt_kv_slide_room(s->kv) + 1;
+    const int64_t shared_room = dt_kv_shared_room(s->kv);
     for (int32_t i = 0; may_evict(s) && i < s->model->info.n_layers; i++) {
-        const int64_t room = dt_kv_room(s->kv, i);
+        const int64_t room = dt_kv_room(s->kv, i, shared_room);
         most = room < most ? room + 1 : most;
     }
     if (s->headroom > 0) {
@@ -527,12 +528,13 @@ dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, cons
 
 /* As fold_masses after each of the first n_keep tokens of the draft: with what the lane had then, where it was observed then. */
 static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities) {
+    const int64_t shared_room = dt_kv_shared_room(s->kv);
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
             for (int32_t t = 0; t < n_keep; t++) {
-                if (dt_session_observes(s, i, (int64_t)t + 1 - s->n_draft)) {
+                if (dt_session_observes(s, i, (int64_t)t + 1 - s->n_draft, shared_room)) {
                     dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->group->graph, 0, i, lane, t),
                                  view.n_entries - s->n_draft + t + 1, 1, dt_query_weight(probabilities[t]));
                 }

@@ -91,8 +91,8 @@ dt_status dt_session_set_logits(dt_session *session, const float *logits, dt_err
 /* Chooses the layers whose policy will want the attention of the n tokens to come: those where a round comes within n_follow
  * more. */
 bool dt_session_choose_observed(dt_session *session, int32_t n, int64_t n_follow);
-/* Whether a round is near once every lane of a layer has grown by n_more. */
-bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more);
+/* Whether a round is near once every lane of a layer has grown by n_more. shared_room: dt_kv_shared_room. */
+bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more, int64_t shared_room);
 /* What is due after a step: repetition where scores come from it, then a round. */
 dt_status dt_session_evict(dt_session *session, dt_error *error);
 
