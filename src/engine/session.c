@@ -628,7 +628,7 @@ static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *resu
     const int32_t n_before = s->n_tokens, whole_from = s->whole_from;
     s->logits = NULL;
     result->how = DT_SYNC_REWOUND;
-    const bool restored = position < s->whole_from && dt_snapshot_restore(s, position);
+    const bool restored = (position < s->whole_from || dt_snapshot_is_near(s, position)) && dt_snapshot_restore(s, position);
     if (position < s->whole_from && !restored) {
         dt_log(
             DT_LOG_INFO,
@@ -710,7 +710,7 @@ dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n,
     size_t keep = common_prefix(s, tokens, n);
     bool back = keep < (size_t)s->n_tokens;
     if (keep == n && (back || !s->logits)) { /* the last token's logits have to be computed again, if no snapshot has them */
-        const bool has_them = n - 1 < (size_t)s->whole_from && dt_snapshot_at(s, (int32_t)n);
+        const bool has_them = dt_snapshot_at(s, (int32_t)n);
         keep = has_them ? n : n - 1;
         back = true;
     }

@@ -104,8 +104,10 @@ void dt_snapshot_take(dt_session *session);
 bool dt_snapshot_yield(dt_session *session);
 /* Gives up those of more than n_tokens tokens; 0 = all. */
 void dt_snapshots_drop(dt_session *session, int32_t n_tokens);
-/* Makes the session what it was in the longest snapshot from which the first n_tokens can be had: it is no longer than that, or can
- * still be rewound to it. Gives up that one and the longer ones. False, with nothing changed, when there is none. */
+/* Whether one of n_tokens, or of few less, is there: scores are those of its tokens alone, which cutting off what follows can't give. */
+bool dt_snapshot_is_near(const dt_session *session, int32_t n_tokens);
+/* Makes the session what it was in that snapshot, or else in the longest from which the first n_tokens can be had: it is no longer
+ * than that, or can still be rewound to it. Gives up that one and the longer ones. False, with nothing changed, when there is none. */
 bool dt_snapshot_restore(dt_session *session, int32_t n_tokens);
 /* Whether there is one of exactly n_tokens. */
 bool dt_snapshot_at(const dt_session *session, int32_t n_tokens);
