@@ -194,6 +194,9 @@ static dt_status begin(dt_part *part, dt_sequence *sequence) {
     if (status == DT_OK) {
         status = dt_session_reserve_tokens(s, part->n, part->error);
     }
+    if (status == DT_OK) {
+        status = dt_session_close_up(s, part->n, part->error);
+    }
     if (status != DT_OK) {
         return status;
     }

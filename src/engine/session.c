@@ -85,6 +85,7 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
                           chunk >= DT_MIN(LEAST_CHUNK, s->params.n_batch);
     s->chunk = may_move ? (int32_t)chunk : s->params.n_batch;
     s->headroom = may_move ? (int32_t)(chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0)) : 0;
+    s->free_after = repeats ? s->headroom : 0;
 }
 
 void dt_session_set_limit(dt_session *s) {
@@ -376,7 +377,7 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
     if (status == DT_OK && dt_session_shift(s) > before) {
         s->whole_from = s->n_tokens;
         dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
-               "session: after %d tokens the context of %d is nearly used up; those that were kept move together into its first %d",
+               "session: after %d tokens the context of %d is used up; those that were kept move together into its first %d",
                s->n_tokens, s->params.n_ctx, dt_session_next_position(s));
     }
     return status;
@@ -474,7 +475,7 @@ dt_status dt_session_evict(dt_session *s, dt_error *error) {
             s->stats.evicted_tokens += result.n_evicted;
         } while (dt_session_makes_room(s, status));
     }
-    status = status == DT_OK ? dt_session_close_up(s, s->headroom, error) : status;
+    status = status == DT_OK ? dt_session_close_up(s, s->free_after, error) : status;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
 }
@@ -497,7 +498,7 @@ int32_t dt_session_tokens_to_round(const dt_session *s) {
         most = room < most ? room + 1 : most;
     }
     if (s->headroom > 0) {
-        most = DT_MIN(most, (int64_t)s->params.n_ctx - s->headroom - dt_session_next_position(s) + 1);
+        most = DT_MIN(most, (int64_t)s->params.n_ctx - dt_session_next_position(s) - DT_MAX(s->free_after - 1, 0));
     }
     return (int32_t)DT_MIN(DT_MAX(most, 1), (int64_t)INT32_MAX);
 }
@@ -821,6 +822,9 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     while (status == DT_OK && s->n_tokens < n) {
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)(n > s->params.n_ctx ? s->chunk : s->params.n_batch));
         status = dt_session_reserve_tokens(s, chunk, error);
+        if (status == DT_OK) {
+            status = dt_session_close_up(s, chunk, error);
+        }
         if (status == DT_OK) {
             status = dt_graph_settle(s->group->graph, s->kv, error);
         }

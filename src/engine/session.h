@@ -35,7 +35,8 @@ struct dt_session {
     int32_t *tokens; /* [token_capacity], grows */
     int32_t n_tokens, token_capacity;
     int32_t max_tokens;  /* longest conversation */
-    int32_t headroom;    /* > 0: the conversation may pass the context; positions that are free after every step */
+    int32_t headroom;    /* > 0: the conversation may pass the context; positions that closing up leaves free */
+    int32_t free_after;  /* of them, those that are free after every step: for the repetition before a round */
     int32_t chunk;       /* of them: for a step */
     bool streams;        /* the text that is being read is evicted from chunk by chunk */
     int32_t whole_from;  /* a rewind to at least this position is possible */
