@@ -28,6 +28,7 @@ typedef struct main_options {
 } main_options;
 
 #define AT(member) offsetof(main_options, member)
+#define DEFAULT_DRAFT 15 /* with the token before it a batch of 16, a tile of matrix products */
 
 static const dt_option text_rows[] = {
     {"-p, --prompt", "S", DT_OPTION_TEXT, AT(prompt), 0, 0, "text to go on from; with -cnv the first message"},
@@ -53,7 +54,7 @@ static const dt_option draft_rows[] = {
     {"--draft-lookup", NULL, DT_OPTION_ON, AT(draft_lookup), 0, 0,
      "guess what follows from where the last tokens stood before; for text that quotes or repeats (off)"},
     {"--draft-model", "F", DT_OPTION_TEXT, AT(draft_model), 0, 0, "let a smaller model of the same vocabulary guess"},
-    {"--draft-max", "N", DT_OPTION_INT, AT(draft_max), 1, 64, "most tokens guessed at once (8)"},
+    {"--draft-max", "N", DT_OPTION_INT, AT(draft_max), 1, 64, "most tokens guessed at once (15)"},
 };
 
 static const dt_option_group draft_options = {"Speculative decoding; the text stays the same", draft_rows,
@@ -320,7 +321,7 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
 /* ---- drafts ------------------------------------------------------------------------------------- */
 
 static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_model, dt_error *error) {
-    const int32_t most = o->draft_max > 0 ? (int32_t)o->draft_max : 8;
+    const int32_t most = o->draft_max > 0 ? (int32_t)o->draft_max : DEFAULT_DRAFT;
     if (o->draft_lookup) {
         return dt_draft_from_lookup(most, &run->draft, error);
     }

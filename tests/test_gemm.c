@@ -191,7 +191,7 @@ static void compare_with_reference(const dt_gemm_kernel *kernel, product *p) {
 }
 
 static void compare_all_with_reference(const dt_gemm_kernel *kernel, dt_gemm_type type) {
-    const int32_t tokens[] = {1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 77};
+    const int32_t tokens[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 77};
     const int32_t shapes[][2] = {{32, 16},  {64, 48},  {256, 16},
                                  {576, 96}, {768, 48}, {2304, 16}}; /* the last: more than a run (gemm_amx.c) */
     const int fills[] = {RANDOM_BYTES, 0x00, 0xFF, 0x80, 0x7F};

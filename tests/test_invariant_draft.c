@@ -439,6 +439,30 @@ static void test_sampling_keeps_the_distribution(void **state) {
     free(counts);
 }
 
+/* A draft model that would say its end token for ever says it once. */
+static void test_no_guess_beyond_the_end(void **state) {
+    const fixture *f = *state;
+    dt_error error = {0};
+    dt_draft *draft;
+    int32_t end = 0, out[DT_DRAFT_MAX_TOKENS], n;
+    while (!dt_token_is_end(f->model, end)) {
+        end++;
+    }
+    tiny_model_params p = shape(2, 1);
+    p.favourite = 1 + end;
+    dt_model *ending = open_model(write_tiny(&p), true);
+    const dt_session_params params = {.n_threads = 1, .kv_block_tokens = 16};
+    assert_int_equal(dt_draft_from_model(f->model, ending, &params, 16, &draft, &error), DT_OK);
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(dt_draft_propose(draft, f->prompt, N_PROMPT, 16, out, &n, &error), DT_OK);
+        assert_int_equal(n, 1);
+        assert_int_equal(out[0], end);
+        dt_draft_learn(draft, 1, 1);
+    }
+    dt_draft_free(draft);
+    dt_model_close(ending);
+}
+
 static void test_other_vocabularies(void **state) {
     const fixture *f = *state;
     dt_error error = {0};
@@ -480,45 +504,101 @@ static void test_other_vocabularies(void **state) {
     assert_int_equal(dt_draft_from_lookup(0, &draft, &error), DT_ERR_ARGUMENT);
 }
 
-/* A lookup that repeats a period goes on with it, however short it is. */
+/* A lookup of what `text` says next, before each of its tokens from `from` on; returns how many tokens it guessed, *right: how many of
+ * those came. */
+static int32_t look_up_all(dt_draft *draft, const int32_t *text, int32_t from, int32_t n, int32_t *right) {
+    dt_error error = {0};
+    int32_t out[DT_DRAFT_MAX_TOKENS], n_out, guessed = 0;
+    *right = 0;
+    for (int32_t i = from; i < n; i++) {
+        assert_int_equal(dt_draft_propose(draft, text, i, 16, out, &n_out, &error), DT_OK);
+        int32_t same = 0;
+        while (same < n_out && i + same < n && out[same] == text[i + same]) {
+            same++;
+        }
+        guessed += n_out;
+        *right += same;
+        dt_draft_learn(draft, n_out, same);
+    }
+    return guessed;
+}
+
+/* What is foretold, and how far: the longer match wins, a period goes on into the guess, and the length follows from how often
+ * such guesses were right. */
 static void test_lookup(void **state) {
     (void)state;
     dt_draft *draft;
     dt_error error = {0};
-    int32_t out[DT_DRAFT_MAX_TOKENS], n;
-    assert_int_equal(dt_draft_from_lookup(4, &draft, &error), DT_OK);
-    const int32_t periodic[] = {7, 8, 7, 8, 7, 8};
-    assert_int_equal(dt_draft_propose(draft, periodic, 6, 9, out, &n, &error), DT_OK);
-    assert_int_equal(n, 4);
-    for (int32_t i = 0; i < n; i++) {
-        assert_int_equal(out[i], periodic[i % 2]);
-    }
-    const int32_t longest[] = {1, 2, 3, 4, 50, 9, 2, 3, 4, 60, 1, 2, 3, 4}; /* the longer match wins over the later one */
-    assert_int_equal(dt_draft_propose(draft, longest, 14, 1, out, &n, &error), DT_OK);
-    assert_int_equal(out[0], 50);
+    int32_t out[DT_DRAFT_MAX_TOKENS], n, right;
+    assert_int_equal(dt_draft_from_lookup(16, &draft, &error), DT_OK);
     const int32_t nothing[] = {1, 2, 3, 4, 5, 6};
     assert_int_equal(dt_draft_propose(draft, nothing, 6, 4, out, &n, &error), DT_OK);
     assert_int_equal(n, 0);
-    /* wrong guesses come ever more rarely, and shorter */
-    int32_t guesses = 0;
-    for (int step = 0; step < 200; step++) {
-        dt_draft_propose(draft, periodic, 6, 4, out, &n, &error);
-        if (n > 0) {
-            guesses++;
-            dt_draft_learn(draft, n, 0);
-        }
+    assert_int_equal(dt_draft_propose(draft, nothing, 1, 4, out, &n, &error), DT_OK);
+    assert_int_equal(n, 0);
+    const int32_t longest[] = {1, 2, 3, 4, 50, 9, 2, 3, 4, 60, 1, 2, 3, 4}; /* the longer match wins over the later one */
+    assert_int_equal(dt_draft_propose(draft, longest, 14, 1, out, &n, &error), DT_OK);
+    assert_int_equal(n, 1);
+    assert_int_equal(out[0], 50);
+    const int32_t latest[] = {2, 3, 4, 50, 9, 2, 3, 4, 60, 1, 2, 3, 4}; /* of equally long ones the later */
+    assert_int_equal(dt_draft_propose(draft, latest, 13, 1, out, &n, &error), DT_OK);
+    assert_int_equal(n, 1);
+    assert_int_equal(out[0], 60);
+
+    int32_t text[400], far[400];
+    for (int32_t i = 0; i < 400; i++) {
+        text[i] = 7 + i % 3;
     }
-    assert_true(guesses >= 3 && guesses <= 12);
+    look_up_all(draft, text, 3, 100, &right);
+    assert_int_equal(dt_draft_propose(draft, text, 100, 9, out, &n, &error), DT_OK);
+    assert_int_equal(n, 9); /* as many as there is room for */
+    assert_memory_equal(out, text + 100, 9 * sizeof *out);
+    assert_int_equal(dt_draft_propose(draft, text, 100, 64, out, &n, &error), DT_OK);
+    assert_int_equal(n, 16);
+    assert_memory_equal(out, text + 100, 16 * sizeof *out);
+
+    random_tokens(far, 400, 3, 1000000, 11); /* a match far back, at every distance from the end of what is compared at once */
+    for (int32_t at = 320; at < 390; at++) {
+        dt_draft_free(draft);
+        assert_int_equal(dt_draft_from_lookup(16, &draft, &error), DT_OK);
+        memcpy(text, far, sizeof text);
+        memcpy(text + at, far + 20, 8 * sizeof *text);
+        assert_int_equal(dt_draft_propose(draft, text, at + 8, 1, out, &n, &error), DT_OK);
+        assert_int_equal(n, 1);
+        assert_int_equal(out[0], far[28]);
+    }
+    dt_draft_free(draft);
+}
+
+/* Text of few tokens in no order: everything was there before, and nothing follows from it. What was learned from guesses that were
+ * not made keeps it from guessing; on text that begins to repeat itself it is back at once. */
+static void test_lookup_learns(void **state) {
+    (void)state;
+    dt_draft *draft;
+    dt_error error = {0};
+    int32_t text[1200], right;
+    assert_int_equal(dt_draft_from_lookup(16, &draft, &error), DT_OK);
+    random_tokens(text, 1000, 3, 23, 12);
+    look_up_all(draft, text, 1, 300, &right);
+    const int32_t guessed = look_up_all(draft, text, 300, 1000, &right);
+    print_message("in no order: %d guessed, %d right\n", (int)guessed, (int)right);
+    assert_true(guessed < 40); /* each costs less than a sixth of a token */
+    memcpy(text + 1000, text + 500, 200 * sizeof *text);
+    const int32_t again = look_up_all(draft, text, 1000, 1200, &right);
+    print_message("a repetition: %d guessed, %d right\n", (int)again, (int)right);
+    assert_true(right > 1000 && right * 10 > again * 8); /* 200 tokens, each foretold several times over */
     dt_draft_free(draft);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_lookup),
+        cmocka_unit_test(test_lookup_learns),
         cmocka_unit_test(test_every_draft_length),
         cmocka_unit_test(test_every_boundary),
         cmocka_unit_test(test_sliding_windows),
         cmocka_unit_test(test_end_token_in_mid_draft),
+        cmocka_unit_test(test_no_guess_beyond_the_end),
         cmocka_unit_test(test_ends_in_mid_draft),
         cmocka_unit_test(test_context_ends_in_mid_draft),
         cmocka_unit_test(test_past_the_context),

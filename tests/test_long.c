@@ -426,6 +426,23 @@ static void test_the_last_numbers_are_refused(void **state) {
     dt_session_free(s);
 }
 
+/* Nothing moves before the context is used to its last position, whether the text is read or decoded; the next token moves. */
+static void test_the_context_is_used_up_first(void **state) {
+    const fixture *f = *state;
+    static const dt_prefill prefills[] = {DT_PREFILL_FULL, DT_PREFILL_STREAMING};
+    for (int i = 0; i < 4; i++) {
+        dt_session *s = new_session(f->model, i < 2 ? SCORED : WINDOW, DT_KV_F16, prefills[i % 2], N_CTX);
+        sync_tokens(s, f->tokens, N_CTX / 2);
+        for (int32_t n = N_CTX / 2; n < N_CTX; n++) {
+            assert_int_equal(dt_session_append(s, f->tokens[n], 1.0f, NULL), DT_OK);
+            assert_int_equal(dt_kv_shift(s->kv), 0);
+        }
+        assert_int_equal(dt_session_append(s, f->tokens[N_CTX], 1.0f, NULL), DT_OK);
+        assert_true(dt_kv_shift(s->kv) > 0);
+        dt_session_free(s);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_keys_turn_as_the_model_rotates),
@@ -435,6 +452,7 @@ int main(void) {
         cmocka_unit_test(test_a_hundred_thousand_tokens),
         cmocka_unit_test(test_saved_and_loaded),
         cmocka_unit_test(test_forks_and_rewinds),
+        cmocka_unit_test(test_the_context_is_used_up_first),
         cmocka_unit_test(test_full_prefill_past_the_context),
         cmocka_unit_test(test_the_last_numbers_are_refused),
     };

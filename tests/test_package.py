@@ -131,6 +131,35 @@ def test_python_sessions(deeptutor, tmp_path):
         list(second.generate("x", temperature=1))
 
 
+def test_python_drafts(deeptutor):
+    """The same tokens as without, also when the caller stops on the way and goes on."""
+    model = deeptutor.Model(MODEL)
+    prompt = "".join(f"{i}. The color of item {i} is red.\n" for i in range(1, 9)) + "9. The"
+    eviction = {"eviction": "chat", "max_cache_size": 96, "min_cache_size": 32}
+    for settings in ({}, eviction):
+        want = list(deeptutor.Session(model, threads=1, **settings).generate_tokens(prompt, n_predict=40, temp=0))
+        for draft in ("lookup", deeptutor.Draft(max_tokens=4), deeptutor.Draft(model, target=model, threads=1)):
+            session = deeptutor.Session(model, threads=1, **settings)
+            assert list(session.generate_tokens(prompt, n_predict=40, draft=draft, temp=0)) == want
+            assert 0 < session.stats["draft_accepted"] <= session.stats["draft_proposed"]
+    session, draft, tokens = deeptutor.Session(model, threads=1), deeptutor.Draft(), []
+    whole = list(deeptutor.Session(model, threads=1).generate_tokens(prompt, n_predict=40, temp=0))
+    for token in session.generate_tokens(prompt, draft=draft, temp=0):
+        tokens.append(token)
+        if len(tokens) == 7:
+            break
+    assert tokens == whole[:7] and session.stats["n_tokens"] == len(model.tokenize(prompt)) + 6
+    rest = list(session.generate_tokens(model.tokenize(prompt) + tokens, n_predict=33, draft=draft, temp=0))
+    assert tokens + rest == whole
+    assert session.last_sync["computed_tokens"] == 1
+    assert "".join(session.generate("A, b, c. A, b,", n_predict=6, draft=draft, temp=0))
+    with pytest.raises(deeptutor.Error) as caught:
+        deeptutor.Draft(max_tokens=0)
+    assert caught.value.status == "DT_ERR_ARGUMENT"
+    with pytest.raises(TypeError):
+        deeptutor.Draft(model)
+
+
 def test_python_log(deeptutor):
     lines = []
     deeptutor.set_log(lambda level, line: lines.append((level, line)))

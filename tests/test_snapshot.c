@@ -75,6 +75,54 @@ static void test_another_reply(void **state) {
     }
 }
 
+static void assert_same_scores(const fixture *f, dt_session *a, dt_session *b) {
+    const dt_model_info *info = dt_model_get_info(f->model);
+    for (int32_t layer = 0; layer < info->n_layers; layer++) {
+        for (int32_t lane = 0; lane < info->n_kv_heads[layer]; lane++) {
+            dt_kv_lane_view x, y;
+            dt_kv_lane(a->kv, layer, lane, &x);
+            dt_kv_lane(b->kv, layer, lane, &y);
+            assert_int_equal(x.n_entries, y.n_entries);
+            const size_t bytes = (size_t)x.n_entries * sizeof(float);
+            assert_memory_equal(x.recent_mass, y.recent_mass, bytes);
+            assert_memory_equal(x.total_mass, y.total_mass, bytes);
+            assert_memory_equal(x.value_norm, y.value_norm, bytes);
+        }
+    }
+}
+
+/* Nothing was evicted, so that the tokens could just be cut off: the attention that they gave must be gone too. Back to where the
+ * reply began, and to a few tokens behind. */
+static void test_scores_forget_what_is_taken_back(void **state) {
+    const fixture *f = *state;
+    for (int32_t more = 0; more <= 8; more += 4) {
+        const dt_session_params params = {.n_ctx = 0};
+        dt_session *s = new_session(f, &params), *fresh = new_session(f, &params);
+        int32_t conversation[N_CTX];
+        memcpy(conversation, f->tokens, sizeof conversation);
+        sync_tokens(s, conversation, 30); /* 48 fit */
+        for (int32_t i = 30; i < 45; i++) {
+            assert_int_equal(dt_session_append(s, conversation[i], 1.0f, NULL), DT_OK);
+        }
+        assert_int_equal(s->whole_from, 0);
+        for (int32_t i = 30 + more; i < 60; i++) {
+            conversation[i] = conversation[i] == 5 ? 6 : 5;
+        }
+        const dt_sync_result r = sync_tokens(s, conversation, 30 + (size_t)more + (more > 0 ? 2 : 0));
+        assert_int_equal(r.how, DT_SYNC_REWOUND);
+        assert_int_equal(r.reused_tokens, 30);
+        sync_tokens(fresh, conversation, 30);
+        if (more > 0) {
+            sync_tokens(fresh, conversation, 32 + (size_t)more);
+        }
+        assert_same_scores(f, s, fresh);
+        assert_same_state(f, s, fresh);
+        assert_same_scores(f, s, fresh);
+        dt_session_free(s);
+        dt_session_free(fresh);
+    }
+}
+
 /* A template that writes the last reply differently, then a changed earlier question. */
 static void test_a_rewritten_turn(void **state) {
     const fixture *f = *state;
@@ -200,11 +248,9 @@ static void test_forks_are_not_limited(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_another_reply),
-        cmocka_unit_test(test_a_rewritten_turn),
-        cmocka_unit_test(test_none_when_none_are_wanted),
-        cmocka_unit_test(test_they_make_room),
-        cmocka_unit_test(test_failing_allocations),
+        cmocka_unit_test(test_another_reply),         cmocka_unit_test(test_scores_forget_what_is_taken_back),
+        cmocka_unit_test(test_a_rewritten_turn),      cmocka_unit_test(test_none_when_none_are_wanted),
+        cmocka_unit_test(test_they_make_room),        cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_forks_are_not_limited),
     };
     return cmocka_run_group_tests_name("snapshot", tests, setup, close_engine_fixture);

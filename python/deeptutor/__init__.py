@@ -14,11 +14,12 @@ import codecs
 import ctypes
 import json
 import os
+import threading
 
 from ._library import (Error, call, dt_chat_message, dt_model_params, dt_sampler_params, dt_session_params, dt_session_stats,
-                       dt_sync_result, lib, log_fn)
+                       dt_sync_result, lib, log_fn, token_fn)
 
-__all__ = ["Error", "Model", "Session", "set_log"]
+__all__ = ["Draft", "Error", "Model", "Session", "set_log"]
 _KV_TYPES = {"f16": 0, "int8": 1}
 _PREFILLS = {"full": 0, "streaming": 1}
 _SYNCS = ("nothing", "extended", "rewound", "rebuilt")
@@ -98,6 +99,30 @@ class _Sampler:
             self.handle = None
 
 
+class Draft:
+    """Guesses tokens ahead, for Session.generate(draft=...): the text stays the same, and comes sooner where the guesses are right.
+
+    model None: guesses from the conversation itself, for text that quotes or repeats. Else a smaller Model with the vocabulary of
+    `target`, the model that is helped; threads are its own. What a draft has learned helps the next reply, so keep it: one per session.
+    """
+
+    def __init__(self, model=None, target=None, max_tokens=15, threads=0):
+        self._models = (model, target)  # must outlive the draft
+        self._handle = ctypes.c_void_p()
+        if model is None:
+            call("dt_draft_from_lookup", max_tokens, ctypes.byref(self._handle))
+        else:
+            if target is None:
+                raise TypeError("a draft by a model needs its target, the model that is helped")
+            params = dt_session_params(n_threads=threads)
+            call("dt_draft_from_model", target._handle, model._handle, ctypes.byref(params), max_tokens, ctypes.byref(self._handle))
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            lib.dt_draft_free(self._handle)
+            self._handle = None
+
+
 class Session:
     """One conversation with its KV cache.
 
@@ -150,16 +175,19 @@ class Session:
                           "computed_tokens": result.computed_tokens, "prefill_ms": result.prefill_ms}
         return self.last_sync
 
-    def generate_tokens(self, prompt, n_predict=-1, **sampling):
+    def generate_tokens(self, prompt, n_predict=-1, draft=None, **sampling):
         """Yields tokens after `prompt` (text or tokens) until an end token, n_predict of them, or the context's end.
 
-        sampling: temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, grammar, json_schema, ignore_end."""
+        draft: a Draft, or "lookup" for one that lasts as long as this reply. sampling: temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, grammar, json_schema, ignore_end."""
         tokens = self.model.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         sampler = _Sampler(self.model, **sampling)
         self.seed = lib.dt_sampler_seed(sampler.handle)
         for token in tokens:
             call("dt_sampler_accept", sampler.handle, token, False)
         self.sync(tokens)
+        if draft is not None:
+            yield from self._generate_drafted(sampler, Draft() if draft == "lookup" else draft, n_predict)
+            return
         token, probability, n = ctypes.c_int32(), ctypes.c_float(), 0
         while n_predict < 0 or n < n_predict:
             call("dt_sampler_sample", sampler.handle, lib.dt_session_logits(self._handle), ctypes.byref(token),
@@ -174,10 +202,48 @@ class Session:
                 return  # the last token is not computed, as in dt_generate
             call("dt_session_append", self._handle, token.value, probability.value)
 
-    def generate(self, prompt, n_predict=-1, **sampling):
+    def _generate_drafted(self, sampler, draft, n_predict):
+        """The library's own loop calls back for every token, so it runs in a thread, which waits while the caller has the token: the
+        session is still used by one at a time."""
+        wanted, ready = threading.Semaphore(0), threading.Semaphore(0)
+        state = {"token": None, "stop": False, "error": None}
+
+        def take(token, _):
+            state["token"] = token
+            ready.release()
+            wanted.acquire()
+            return not state["stop"]
+
+        def work():
+            wanted.acquire()
+            try:
+                if not state["stop"]:
+                    call("dt_generate_drafted", self._handle, sampler.handle, draft._handle, n_predict, token_fn(take), None, None)
+            except Error as error:
+                state["error"] = error
+            state["token"] = None
+            ready.release()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            while True:
+                wanted.release()
+                ready.acquire()
+                if state["token"] is None:
+                    break
+                yield state["token"]
+        finally:  # also where the caller stops early
+            state["stop"] = True
+            wanted.release()
+            thread.join()
+        if state["error"]:
+            raise state["error"]
+
+    def generate(self, prompt, n_predict=-1, draft=None, **sampling):
         """generate_tokens as text, in whole characters."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in self.generate_tokens(prompt, n_predict, **sampling):
+        for token in self.generate_tokens(prompt, n_predict, draft, **sampling):
             piece = decoder.decode(self.model.token_bytes(token))
             if piece:
                 yield piece

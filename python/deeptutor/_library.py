@@ -66,9 +66,14 @@ class dt_session_stats(Structure):
                 ("draft_accepted", c_int64)]
 
 
+class dt_generate_result(Structure):
+    _fields_ = [("n_tokens", c_int64), ("why", c_int)]
+
+
 STRUCTS = (dt_error, dt_model_params, dt_model_info, dt_chat_message, dt_sampler_params, dt_session_params, dt_sync_result,
-           dt_session_stats)
+           dt_session_stats, dt_generate_result)
 log_fn = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+token_fn = CFUNCTYPE(c_bool, c_int32, c_void_p)
 tokens_p, out_p, error_p = POINTER(c_int32), POINTER(c_void_p), POINTER(dt_error)
 
 # name: (result, arguments). A result of c_int is a status; `call` turns it into an Error.
@@ -102,6 +107,10 @@ FUNCTIONS = {
     "dt_session_get_stats": (None, [c_void_p, POINTER(dt_session_stats)]),
     "dt_session_save": (c_int, [c_void_p, c_void_p, c_char_p, error_p]),
     "dt_session_load": (c_int, [c_void_p, c_void_p, c_char_p, error_p]),
+    "dt_draft_from_lookup": (c_int, [c_int32, out_p, error_p]),
+    "dt_draft_from_model": (c_int, [c_void_p, c_void_p, POINTER(dt_session_params), c_int32, out_p, error_p]),
+    "dt_draft_free": (None, [c_void_p]),
+    "dt_generate_drafted": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, token_fn, c_void_p, POINTER(dt_generate_result), error_p]),
 }
 
 

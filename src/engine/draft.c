@@ -1,19 +1,19 @@
 /*
  * Guessing tokens ahead. See draft.h.
  *
- * How long a guess is depends on how the last ones went, never on time, so that a run can be repeated. Guesses that fail one after
- * the other come ever more rarely: text that nothing predicts costs little. Invariant: a draft model's session always holds a
- * prefix of the context plus its own guesses; dt_session_sync takes those back that were wrong.
+ * How long a draft model's guess is depends on how the last ones went, never on time, so that a run can be repeated. Guesses that
+ * fail one after the other come ever more rarely: text that nothing predicts costs little. Lookup (lookup.c) decides that by itself.
+ * Invariant: a draft model's session always holds a prefix of the context plus its own guesses; dt_session_sync takes those back
+ * that were wrong.
  */
 #include "engine/draft.h"
+#include "engine/lookup.h"
 #include "engine/session.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define FIRST_LENGTH 4
-#define MIN_MATCH 3 /* tokens that must be the same for a lookup */
-#define MAX_MATCH 12
 #define MAX_PAUSE 64           /* steps without a guess, after many wrong ones */
 #define LEAST_PROBABILITY 0.4f /* a draft model that is less sure of a token stops before it */
 
@@ -23,7 +23,8 @@ struct dt_draft {
     bool adaptive;
     int32_t max_tokens, length; /* of a guess: at most; now */
     int32_t n_misses, pause;    /* guesses wrong at once, in a row; steps to go without one */
-    dt_session *session;        /* the draft model's; NULL for lookup */
+    dt_lookup lookup;
+    dt_session *session; /* the draft model's; NULL for lookup */
     dt_sampler *greedy;
 };
 
@@ -52,31 +53,20 @@ void dt_draft_free(dt_draft *draft) {
 
 /* ---- lookup ---- */
 
-/* What followed the longest earlier occurrence of the last tokens; the latest of equally long ones. */
 static dt_status look_up(void *user, const int32_t *context, int32_t n, int32_t most, int32_t *out, int32_t *out_n,
                          dt_error *error) {
-    (void)user;
     (void)error;
-    int32_t best = 0, best_end = 0; /* tokens that match, and where the match ends */
-    for (int32_t end = n - 1; end >= MIN_MATCH && best < MAX_MATCH; end--) {
-        int32_t same = 0;
-        while (same < DT_MIN(end, MAX_MATCH) && context[end - 1 - same] == context[n - 1 - same]) {
-            same++;
-        }
-        if (same > best) {
-            best = same;
-            best_end = end;
-        }
-    }
-    for (int32_t i = 0; best >= MIN_MATCH && i < most; i++) { /* text that repeats itself goes on into the guess */
-        out[i] = best_end + i < n ? context[best_end + i] : out[best_end + i - n];
-        ++*out_n;
-    }
+    *out_n = dt_lookup_guess(user, context, n, most, out);
     return DT_OK;
 }
 
 dt_status dt_draft_from_lookup(int32_t max_tokens, dt_draft **out, dt_error *error) {
-    return dt_draft_from_function(look_up, NULL, max_tokens, true, out, error);
+    const dt_status status = dt_draft_from_function(look_up, NULL, max_tokens, false, out, error); /* it learns by itself */
+    if (status == DT_OK) {
+        (*out)->user = &(*out)->lookup;
+        dt_lookup_init(&(*out)->lookup);
+    }
+    return status;
 }
 
 /* ---- a smaller model ---- */
@@ -96,6 +86,9 @@ static dt_status ask_model(void *user, const int32_t *context, int32_t n, int32_
             break;
         }
         ++*out_n;
+        if (dt_token_is_end(s->model, out[*out_n - 1])) {
+            break; /* nothing follows it */
+        }
         if (*out_n < most) {
             status = dt_session_append(s, out[*out_n - 1], 1.0f, error);
         }

@@ -124,16 +124,17 @@ static dt_status reserve(dt_group *g, size_t n, dt_error *error) {
 bool dt_session_choose_observed(dt_session *s, int32_t n, int64_t n_follow) {
     bool any = false;
     const bool late = s->streams || n_follow < OBSERVE_AHEAD;
+    const int64_t shared_room = dt_kv_shared_room(s->kv);
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         s->observe_layer[i] = late && dt_kv_layer_needs_mass(s->kv, i) && !dt_kv_layer(s->kv, i)->format.elsewhere &&
-                              dt_session_observes(s, i, n + n_follow);
+                              dt_session_observes(s, i, n + n_follow, shared_room);
         any = any || s->observe_layer[i];
     }
     return any;
 }
 
-bool dt_session_observes(const dt_session *s, int32_t layer, int64_t n_more) {
-    return dt_kv_exceeds(s->kv, layer, n_more + OBSERVE_AHEAD);
+bool dt_session_observes(const dt_session *s, int32_t layer, int64_t n_more, int64_t shared_room) {
+    return n_more + OBSERVE_AHEAD > dt_kv_room(s->kv, layer, shared_room);
 }
 
 typedef struct batch {
@@ -192,6 +193,9 @@ static dt_status begin(dt_part *part, dt_sequence *sequence) {
     dt_status status = check_tokens(s, part->tokens, part->n, part->error);
     if (status == DT_OK) {
         status = dt_session_reserve_tokens(s, part->n, part->error);
+    }
+    if (status == DT_OK) {
+        status = dt_session_close_up(s, part->n, part->error);
     }
     if (status != DT_OK) {
         return status;

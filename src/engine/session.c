@@ -85,6 +85,7 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
                           chunk >= DT_MIN(LEAST_CHUNK, s->params.n_batch);
     s->chunk = may_move ? (int32_t)chunk : s->params.n_batch;
     s->headroom = may_move ? (int32_t)(chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0)) : 0;
+    s->free_after = repeats ? s->headroom : 0;
 }
 
 void dt_session_set_limit(dt_session *s) {
@@ -376,7 +377,7 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
     if (status == DT_OK && dt_session_shift(s) > before) {
         s->whole_from = s->n_tokens;
         dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
-               "session: after %d tokens the context of %d is nearly used up; those that were kept move together into its first %d",
+               "session: after %d tokens the context of %d is used up; those that were kept move together into its first %d",
                s->n_tokens, s->params.n_ctx, dt_session_next_position(s));
     }
     return status;
@@ -474,7 +475,7 @@ dt_status dt_session_evict(dt_session *s, dt_error *error) {
             s->stats.evicted_tokens += result.n_evicted;
         } while (dt_session_makes_room(s, status));
     }
-    status = status == DT_OK ? dt_session_close_up(s, s->headroom, error) : status;
+    status = status == DT_OK ? dt_session_close_up(s, s->free_after, error) : status;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
     return status;
 }
@@ -491,12 +492,13 @@ static bool may_evict(const dt_session *s) {
 
 int32_t dt_session_tokens_to_round(const dt_session *s) {
     int64_t most = dt_kv_slide_room(s->kv) + 1;
+    const int64_t shared_room = dt_kv_shared_room(s->kv);
     for (int32_t i = 0; may_evict(s) && i < s->model->info.n_layers; i++) {
-        const int64_t room = dt_kv_room(s->kv, i);
+        const int64_t room = dt_kv_room(s->kv, i, shared_room);
         most = room < most ? room + 1 : most;
     }
     if (s->headroom > 0) {
-        most = DT_MIN(most, (int64_t)s->params.n_ctx - s->headroom - dt_session_next_position(s) + 1);
+        most = DT_MIN(most, (int64_t)s->params.n_ctx - dt_session_next_position(s) - DT_MAX(s->free_after - 1, 0));
     }
     return (int32_t)DT_MIN(DT_MAX(most, 1), (int64_t)INT32_MAX);
 }
@@ -527,12 +529,13 @@ dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, cons
 
 /* As fold_masses after each of the first n_keep tokens of the draft: with what the lane had then, where it was observed then. */
 static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities) {
+    const int64_t shared_room = dt_kv_shared_room(s->kv);
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
             for (int32_t t = 0; t < n_keep; t++) {
-                if (dt_session_observes(s, i, (int64_t)t + 1 - s->n_draft)) {
+                if (dt_session_observes(s, i, (int64_t)t + 1 - s->n_draft, shared_room)) {
                     dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->group->graph, 0, i, lane, t),
                                  view.n_entries - s->n_draft + t + 1, 1, dt_query_weight(probabilities[t]));
                 }
@@ -626,7 +629,7 @@ static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *resu
     const int32_t n_before = s->n_tokens, whole_from = s->whole_from;
     s->logits = NULL;
     result->how = DT_SYNC_REWOUND;
-    const bool restored = position < s->whole_from && dt_snapshot_restore(s, position);
+    const bool restored = (position < s->whole_from || dt_snapshot_is_near(s, position)) && dt_snapshot_restore(s, position);
     if (position < s->whole_from && !restored) {
         dt_log(
             DT_LOG_INFO,
@@ -708,7 +711,7 @@ dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n,
     size_t keep = common_prefix(s, tokens, n);
     bool back = keep < (size_t)s->n_tokens;
     if (keep == n && (back || !s->logits)) { /* the last token's logits have to be computed again, if no snapshot has them */
-        const bool has_them = n - 1 < (size_t)s->whole_from && dt_snapshot_at(s, (int32_t)n);
+        const bool has_them = dt_snapshot_at(s, (int32_t)n);
         keep = has_them ? n : n - 1;
         back = true;
     }
@@ -819,6 +822,9 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     while (status == DT_OK && s->n_tokens < n) {
         const int32_t chunk = (int32_t)DT_MIN(n - s->n_tokens, (int64_t)(n > s->params.n_ctx ? s->chunk : s->params.n_batch));
         status = dt_session_reserve_tokens(s, chunk, error);
+        if (status == DT_OK) {
+            status = dt_session_close_up(s, chunk, error);
+        }
         if (status == DT_OK) {
             status = dt_graph_settle(s->group->graph, s->kv, error);
         }

@@ -35,7 +35,8 @@ struct dt_session {
     int32_t *tokens; /* [token_capacity], grows */
     int32_t n_tokens, token_capacity;
     int32_t max_tokens;  /* longest conversation */
-    int32_t headroom;    /* > 0: the conversation may pass the context; positions that are free after every step */
+    int32_t headroom;    /* > 0: the conversation may pass the context; positions that closing up leaves free */
+    int32_t free_after;  /* of them, those that are free after every step: for the repetition before a round */
     int32_t chunk;       /* of them: for a step */
     bool streams;        /* the text that is being read is evicted from chunk by chunk */
     int32_t whole_from;  /* a rewind to at least this position is possible */
@@ -91,8 +92,8 @@ dt_status dt_session_set_logits(dt_session *session, const float *logits, dt_err
 /* Chooses the layers whose policy will want the attention of the n tokens to come: those where a round comes within n_follow
  * more. */
 bool dt_session_choose_observed(dt_session *session, int32_t n, int64_t n_follow);
-/* Whether a round is near once every lane of a layer has grown by n_more. */
-bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more);
+/* Whether a round is near once every lane of a layer has grown by n_more. shared_room: dt_kv_shared_room. */
+bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_more, int64_t shared_room);
 /* What is due after a step: repetition where scores come from it, then a round. */
 dt_status dt_session_evict(dt_session *session, dt_error *error);
 
@@ -104,8 +105,10 @@ void dt_snapshot_take(dt_session *session);
 bool dt_snapshot_yield(dt_session *session);
 /* Gives up those of more than n_tokens tokens; 0 = all. */
 void dt_snapshots_drop(dt_session *session, int32_t n_tokens);
-/* Makes the session what it was in the longest snapshot from which the first n_tokens can be had: it is no longer than that, or can
- * still be rewound to it. Gives up that one and the longer ones. False, with nothing changed, when there is none. */
+/* Whether one of n_tokens, or of few less, is there: scores are those of its tokens alone, which cutting off what follows can't give. */
+bool dt_snapshot_is_near(const dt_session *session, int32_t n_tokens);
+/* Makes the session what it was in that snapshot, or else in the longest from which the first n_tokens can be had: it is no longer
+ * than that, or can still be rewound to it. Gives up that one and the longer ones. False, with nothing changed, when there is none. */
 bool dt_snapshot_restore(dt_session *session, int32_t n_tokens);
 /* Whether there is one of exactly n_tokens. */
 bool dt_snapshot_at(const dt_session *session, int32_t n_tokens);

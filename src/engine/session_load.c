@@ -1,6 +1,7 @@
 /*
  * Loading a session. The file is mapped; each section is checked against its checksum right before it is used, so that the bytes
- * are read from the disk once. Everything goes into a cache beside the live one and takes its place at the end.
+ * are read from the disk once. Lanes, which are nearly all of it, are shared out between the group's threads. Everything goes into a
+ * cache beside the live one and takes its place at the end.
  *
  * Invariants: a failure leaves the session as it was; nothing is believed because the checksum fits: sizes, tokens, positions and
  * numbers are checked as those of a hostile file.
@@ -118,11 +119,21 @@ static dt_status check_header(const reader *r) {
 
 /* ---- sections ---- */
 
-/* The payload of the next section, which must be `tag`; the checksums have been compared. */
-static dt_status next_section(reader *r, const char *tag, int32_t layer, int32_t lane, const char **out, uint64_t *out_bytes) {
+typedef struct section_payload {
+    const char *bytes; /* in the mapping */
+    uint64_t n_bytes;  /* without padding */
+    uint64_t checksum; /* that it should have */
+} section_payload;
+
+/* Hashes all of it. */
+static bool is_whole(const section_payload *p) {
+    return p->checksum == dt_hash_of(p->bytes, (size_t)DT_ROUND_UP(p->n_bytes, (uint64_t)8));
+}
+
+/* The payload of the next section, which must be `tag`; only the checksum of its head has been compared. */
+static dt_status find_section(reader *r, const char *tag, int32_t layer, int32_t lane, section_payload *out) {
     dt_session_section section;
-    *out = NULL;
-    *out_bytes = 0;
+    *out = (section_payload){.bytes = NULL};
     if (r->n_bytes - r->at < sizeof section) {
         return damaged(r, "a section is missing");
     }
@@ -138,9 +149,19 @@ static dt_status next_section(reader *r, const char *tag, int32_t layer, int32_t
         return damaged(r, "a section does not fit into the file");
     }
     const uint64_t padded = DT_ROUND_UP(section.payload_bytes, (uint64_t)8);
-    uint64_t checksum;
-    memcpy(&checksum, r->bytes + r->at + padded, sizeof checksum);
-    if (checksum != dt_hash_of(r->bytes + r->at, (size_t)padded)) {
+    *out = (section_payload){.bytes = r->bytes + r->at, .n_bytes = section.payload_bytes};
+    memcpy(&out->checksum, r->bytes + r->at + padded, sizeof out->checksum);
+    r->at += padded + sizeof out->checksum;
+    return DT_OK;
+}
+
+/* The same with the payload's checksum compared. */
+static dt_status next_section(reader *r, const char *tag, int32_t layer, int32_t lane, const char **out, uint64_t *out_bytes) {
+    section_payload p;
+    const dt_status status = find_section(r, tag, layer, lane, &p);
+    *out = p.bytes;
+    *out_bytes = p.n_bytes;
+    if (status == DT_OK && !is_whole(&p)) {
         char what[64];
         dt_error line = {0};
         dt_fail(&line, DT_OK, "the checksum of section %s does not fit", tag);
@@ -148,10 +169,7 @@ static dt_status next_section(reader *r, const char *tag, int32_t layer, int32_t
         what[sizeof what - 1] = 0;
         return damaged(r, what);
     }
-    *out = r->bytes + r->at;
-    *out_bytes = section.payload_bytes;
-    r->at += padded + sizeof checksum;
-    return DT_OK;
+    return status;
 }
 
 static dt_status read_tokens(reader *r, loaded *l) {
@@ -206,73 +224,158 @@ static dt_status read_small_sections(reader *r, loaded *l) {
     return status;
 }
 
-/* Columns of a lane, in file order. The cache may want masses that the file has not, or the other way round. */
-static dt_status read_columns(reader *r, dt_kv *kv, int32_t layer, int32_t lane, const dt_session_lane *head, const char *payload,
-                              uint64_t n_bytes) {
-    const dt_kv_format *format = &dt_kv_layer(kv, layer)->format;
-    const bool wants_mass = dt_kv_layer_needs_mass(kv, layer), has_mass = (head->flags & DT_SESSION_LANE_MASS) != 0;
-    const bool wants_peak = dt_kv_layer_needs_peak(kv, layer), has_peak = (head->flags & DT_SESSION_LANE_PEAK) != 0;
-    uint64_t at = sizeof *head;
-    for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
-        const bool is_mass = c == DT_KV_RECENT_MASS || c == DT_KV_TOTAL_MASS || c == DT_KV_VALUE_NORM;
-        const bool is_bias = c == DT_KV_BIAS, is_peak = c == DT_KV_PEAK_MASS;
-        const bool is_origin = c == DT_KV_ORIGINS;
-        if ((is_origin && (head->flags & DT_SESSION_LANE_ORIGINS) == 0) || (is_mass && !has_mass) || (is_peak && !has_peak) ||
-            (is_bias && (head->flags & DT_SESSION_LANE_BIAS) == 0)) {
-            continue;
-        }
-        const uint64_t bytes = (uint64_t)head->n_entries * dt_kv_column_bytes(format, (dt_kv_column)c);
-        if (bytes > n_bytes - at) {
-            return damaged(r, "a lane is too short");
-        }
-        const bool unwanted =
-            (is_origin && !dt_kv_layer(kv, layer)->keeps_origins) || (is_mass && !wants_mass) || (is_peak && !wants_peak);
-        if (bytes > 0 && !unwanted && !dt_kv_put_column(kv, layer, lane, (dt_kv_column)c, payload + at)) {
-            return damaged(r, "a key or a value is not a number");
-        }
-        at += bytes;
+/* ---- lanes ---- */
+
+typedef struct lane_part {
+    int32_t layer, lane;
+    section_payload payload;
+    dt_session_lane head;
+    const char *wrong; /* NULL: nothing */
+} lane_part;
+
+typedef struct lane_parts {
+    dt_kv *kv;
+    lane_part *parts;
+    int32_t n;
+} lane_parts;
+
+static bool is_in_file(const dt_session_lane *head, dt_kv_column column) {
+    switch (column) {
+    case DT_KV_RECENT_MASS:
+    case DT_KV_TOTAL_MASS:
+    case DT_KV_VALUE_NORM:
+        return (head->flags & DT_SESSION_LANE_MASS) != 0;
+    case DT_KV_PEAK_MASS:
+        return (head->flags & DT_SESSION_LANE_PEAK) != 0;
+    case DT_KV_BIAS:
+        return (head->flags & DT_SESSION_LANE_BIAS) != 0;
+    case DT_KV_ORIGINS:
+        return (head->flags & DT_SESSION_LANE_ORIGINS) != 0;
+    default:
+        return true;
     }
-    if (at != n_bytes) {
-        return damaged(r, "a lane is too long");
-    }
-    if (wants_mass && !has_mass) {
-        dt_kv_make_norms(kv, layer, lane);
-    }
-    if (wants_peak && has_peak && head->n_entries < r->header.n_tokens - r->header.peaks_until) {
-        return damaged(r, "tokens that are still to be repeated are missing");
-    }
-    r->lacks_peaks = r->lacks_peaks || (wants_peak && !has_peak);
-    return DT_OK;
 }
 
-static dt_status read_lane(reader *r, dt_kv *kv, int32_t layer, int32_t lane) {
-    const char *payload;
-    uint64_t n;
-    dt_session_lane head;
-    dt_status status = next_section(r, "LANE", layer, lane, &payload, &n);
+static uint64_t column_bytes(const dt_kv *kv, const lane_part *part, int column) {
+    const dt_kv_format *format = &dt_kv_layer(kv, part->layer)->format;
+    return is_in_file(&part->head, (dt_kv_column)column)
+               ? (uint64_t)part->head.n_entries * dt_kv_column_bytes(format, (dt_kv_column)column)
+               : 0;
+}
+
+/* The cache may want masses that the file has not, or the other way round. */
+static bool is_wanted(const dt_kv *kv, int32_t layer, int column) {
+    switch (column) {
+    case DT_KV_RECENT_MASS:
+    case DT_KV_TOTAL_MASS:
+    case DT_KV_VALUE_NORM:
+        return dt_kv_layer_needs_mass(kv, layer);
+    case DT_KV_PEAK_MASS:
+        return dt_kv_layer_needs_peak(kv, layer);
+    case DT_KV_ORIGINS:
+        return dt_kv_layer(kv, layer)->keeps_origins;
+    default:
+        return true;
+    }
+}
+
+/* Finds the lane and makes room for it. Its content is still to be checked: only sizes are believed, and those fit each other. */
+static dt_status find_lane(reader *r, dt_kv *kv, lane_part *part) {
+    dt_status status = find_section(r, "LANE", part->layer, part->lane, &part->payload);
     if (status != DT_OK) {
         return status;
     }
-    if (n < sizeof head) {
+    if (part->payload.n_bytes < sizeof part->head) {
         return damaged(r, "a lane is too short");
     }
-    memcpy(&head, payload, sizeof head);
-    if (head.n_entries > r->header.n_tokens ||
-        (head.flags & ~(DT_SESSION_LANE_MASS | DT_SESSION_LANE_BIAS | DT_SESSION_LANE_PEAK | DT_SESSION_LANE_ORIGINS)) != 0) {
+    memcpy(&part->head, part->payload.bytes, sizeof part->head);
+    const uint32_t known = DT_SESSION_LANE_MASS | DT_SESSION_LANE_BIAS | DT_SESSION_LANE_PEAK | DT_SESSION_LANE_ORIGINS;
+    if (part->head.n_entries > r->header.n_tokens || (part->head.flags & ~known) != 0) {
         return damaged(r, "a lane has more entries than there are tokens");
     }
-    status = dt_kv_restore_lane(kv, layer, lane, (int32_t)head.n_entries, (head.flags & DT_SESSION_LANE_BIAS) != 0, r->error);
-    return status == DT_OK ? read_columns(r, kv, layer, lane, &head, payload, n) : status;
+    uint64_t bytes = sizeof part->head;
+    for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
+        bytes += column_bytes(kv, part, c);
+    }
+    if (bytes != part->payload.n_bytes) {
+        return damaged(r, "a lane has another size than its entries");
+    }
+    const bool wants_peak = dt_kv_layer_needs_peak(kv, part->layer), has_peak = is_in_file(&part->head, DT_KV_PEAK_MASS);
+    if (wants_peak && has_peak && part->head.n_entries < r->header.n_tokens - r->header.peaks_until) {
+        return damaged(r, "tokens that are still to be repeated are missing");
+    }
+    r->lacks_peaks = r->lacks_peaks || (wants_peak && !has_peak);
+    return dt_kv_restore_lane(kv, part->layer, part->lane, (int32_t)part->head.n_entries, is_in_file(&part->head, DT_KV_BIAS),
+                              r->error);
+}
+
+/* Checks the lane and puts its columns, in file order, into the cache. */
+static const char *read_lane(dt_kv *kv, const lane_part *part) {
+    if (!is_whole(&part->payload)) {
+        return "the checksum of section LANE does not fit";
+    }
+    const char *at = part->payload.bytes + sizeof part->head;
+    for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
+        const uint64_t bytes = column_bytes(kv, part, c);
+        if (bytes > 0 && is_wanted(kv, part->layer, c) && !dt_kv_put_column(kv, part->layer, part->lane, (dt_kv_column)c, at)) {
+            return "a key or a value is not a number";
+        }
+        at += bytes;
+    }
+    if (dt_kv_layer_needs_mass(kv, part->layer) && !is_in_file(&part->head, DT_KV_RECENT_MASS)) {
+        dt_kv_make_norms(kv, part->layer, part->lane);
+    }
+    return NULL;
+}
+
+/* A thread's lanes. */
+static void read_some(void *user, int ith, int nth) {
+    const lane_parts *all = user;
+    for (int32_t i = ith; i < all->n; i += nth) {
+        all->parts[i].wrong = read_lane(all->kv, &all->parts[i]);
+    }
+}
+
+static dt_status read_parts(reader *r, lane_parts *all) {
+    const dt_model_info *info = &r->session->model->info;
+    dt_status status = DT_OK;
+    for (int32_t layer = 0; layer < info->n_layers; layer++) {
+        for (int32_t lane = 0; lane < info->n_kv_heads[layer] && status == DT_OK; lane++) {
+            lane_part *part = &all->parts[all->n++];
+            *part = (lane_part){.layer = layer, .lane = lane};
+            status = find_lane(r, all->kv, part);
+        }
+    }
+    if (status != DT_OK) {
+        return status;
+    }
+    if (dt_kv_get_home(all->kv) != NULL) { /* a device takes them one by one */
+        read_some(all, 0, 1);
+    } else {
+        dt_graph_share_work(r->session->group->graph, read_some, all);
+    }
+    for (int32_t i = 0; i < all->n; i++) {
+        if (all->parts[i].wrong != NULL) {
+            return damaged(r, all->parts[i].wrong);
+        }
+    }
+    return DT_OK;
 }
 
 static dt_status read_lanes(reader *r, loaded *l) {
     const dt_model_info *info = &r->session->model->info;
-    dt_status status = dt_kv_new_like(r->session->kv, &l->kv, r->error);
+    size_t n_lanes = 0;
     for (int32_t layer = 0; layer < info->n_layers; layer++) {
-        for (int32_t lane = 0; lane < info->n_kv_heads[layer] && status == DT_OK; lane++) {
-            status = read_lane(r, l->kv, layer, lane);
-        }
+        n_lanes += (size_t)info->n_kv_heads[layer];
     }
+    lane_parts all = {.parts = malloc(n_lanes * sizeof *all.parts)};
+    if (all.parts == NULL) {
+        return dt_fail_memory(r->error, n_lanes * sizeof *all.parts, "loading the session");
+    }
+    dt_status status = dt_kv_new_like(r->session->kv, &l->kv, r->error);
+    all.kv = l->kv;
+    status = status == DT_OK ? read_parts(r, &all) : status;
+    free(all.parts);
     const char *payload = NULL;
     uint64_t n = 0;
     if (status == DT_OK) {

@@ -177,16 +177,17 @@ INLINE __m256 add_block(const dt_gemm_format f, const __m256i q[8], const block_
     return f.has_minimum ? _mm256_fmadd_ps(s->minimum, _mm256_set1_ps(dt_gemm_sums((void *)inputs, tile)[t]), y) : y;
 }
 
-/* Halves [half, half + n_halves) of a group of rows times n tokens of a tile, from token t0 on. */
+/* Halves [half, half + n_halves) of a group of rows times n tokens of a tile, from token t0 on. from_memory: the group's weights are
+ * not in a cache yet. */
 INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, const int half, const int n_halves, int32_t n_blocks,
-                       const char *inputs, int tile, int t0, const int n, float *y, size_t stride) {
+                       const char *inputs, int tile, int t0, const int n, bool from_memory, float *y, size_t stride) {
     __m256 sum[SUMS];
     UNROLL for (int i = 0; i < n_halves * n; i++) { sum[i] = _mm256_setzero_ps(); }
     for (int32_t left = n_blocks; left > 0; left -= f.n_blocks) {
         const uint8_t *header = group;
         group += dt_gemm_header_bytes(f);
         for (int32_t b = 0; b < f.n_blocks; b++) {
-            if (n == 1) { /* one token: the weights come from memory */
+            if (from_memory) {
                 for (size_t line = 0; line < dt_gemm_block_bytes(f); line += 64) {
                     _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
                 }
@@ -209,6 +210,27 @@ INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, const int h
     }
 }
 
+/* Half a group times a tile. */
+INLINE void half_group(const dt_gemm_format f, const uint8_t *group, const int half, int32_t n_blocks, const char *inputs, int tile,
+                       bool from_memory, float *y, size_t stride) {
+    for (int t = 0; t < tile; t += SUMS) {
+        switch (DT_MIN(tile - t, SUMS)) {
+        case 1:
+            group_tile(f, group, half, 1, n_blocks, inputs, tile, t, 1, from_memory && t == 0, y, stride);
+            break;
+        case 2:
+            group_tile(f, group, half, 1, n_blocks, inputs, tile, t, 2, from_memory && t == 0, y, stride);
+            break;
+        case 3:
+            group_tile(f, group, half, 1, n_blocks, inputs, tile, t, 3, from_memory && t == 0, y, stride);
+            break;
+        default:
+            group_tile(f, group, half, 1, n_blocks, inputs, tile, t, SUMS, from_memory && t == 0, y, stride);
+            break;
+        }
+    }
+}
+
 INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, int32_t n_tokens,
                          float *y, size_t stride) {
     for (int32_t first = 0, tile; first < n_tokens; first += tile) {
@@ -216,12 +238,12 @@ INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n
         const char *from = inputs + (size_t)first * (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
         float *to = y + (size_t)first * stride;
         if (tile == 1) {
-            group_tile(f, group, 0, 2, n_blocks, from, 1, 0, 1, to, stride);
+            group_tile(f, group, 0, 2, n_blocks, from, 1, 0, 1, first == 0, to, stride);
         } else if (tile == 2) {
-            group_tile(f, group, 0, 2, n_blocks, from, 2, 0, 2, to, stride);
+            group_tile(f, group, 0, 2, n_blocks, from, 2, 0, 2, first == 0, to, stride);
         } else {
-            for (int t = 0; t < 2 * tile; t += SUMS) { /* tokens of the first half, then of the second */
-                group_tile(f, group, t / tile, 1, n_blocks, from, tile, t % tile, SUMS, to, stride);
+            for (int half = 0; half < 2; half++) {
+                half_group(f, group, half, n_blocks, from, tile, first == 0 && half == 0 && tile < DT_GEMM_TILE, to, stride);
             }
         }
     }

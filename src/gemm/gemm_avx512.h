@@ -137,9 +137,9 @@ INLINE __m512 add_block(const dt_gemm_format f, const __m512i q[8], const block_
     return f.has_minimum ? _mm512_fmadd_ps(s->minimum, _mm512_set1_ps(dt_gemm_sums((void *)inputs, tile)[t]), y) : y;
 }
 
-/* One group of rows times one tile of tokens. */
-INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, const int tile, float *y,
-                       size_t stride) {
+/* One group of rows times one tile of tokens. from_memory: the group's weights are not in a cache yet. */
+INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, int32_t n_blocks, const char *inputs, const int tile,
+                       bool from_memory, float *y, size_t stride) {
     const size_t block_bytes = dt_gemm_block_bytes(f);
     __m512 sum[DT_GEMM_TILE];
     UNROLL for (int t = 0; t < tile; t++) { sum[t] = _mm512_setzero_ps(); }
@@ -147,7 +147,7 @@ INLINE void group_tile(const dt_gemm_format f, const uint8_t *group, int32_t n_b
         const uint8_t *header = group;
         group += dt_gemm_header_bytes(f);
         for (int32_t b = 0; b < f.n_blocks; b++) {
-            if (tile == 1) { /* one token: the weights come from memory */
+            if (from_memory) {
                 for (size_t line = 0; line < block_bytes; line += 64) {
                     _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T1);
                     _mm_prefetch((const char *)group + SOON + line, _MM_HINT_T0);
@@ -170,23 +170,25 @@ INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n
         tile = dt_gemm_tile(n_tokens - first);
         const char *from = inputs + (size_t)first * (size_t)n_blocks * DT_GEMM_TOKEN_BYTES;
         float *to = y + (size_t)first * stride;
+        const bool from_memory = first == 0;
+#define GROUP_TILE(n)                                                                                                              \
+    case n:                                                                                                                        \
+        group_tile(f, group, n_blocks, from, n, from_memory, to, stride);                                                          \
+        break;
         switch (tile) {
-        case 16:
-            group_tile(f, group, n_blocks, from, 16, to, stride);
-            break;
-        case 8:
-            group_tile(f, group, n_blocks, from, 8, to, stride);
-            break;
-        case 4:
-            group_tile(f, group, n_blocks, from, 4, to, stride);
-            break;
-        case 2:
-            group_tile(f, group, n_blocks, from, 2, to, stride);
-            break;
+            GROUP_TILE(1)
+            GROUP_TILE(2)
+            GROUP_TILE(3)
+            GROUP_TILE(4)
+            GROUP_TILE(5)
+            GROUP_TILE(6)
+            GROUP_TILE(7)
+            GROUP_TILE(8)
+            GROUP_TILE(16)
         default:
-            group_tile(f, group, n_blocks, from, 1, to, stride);
             break;
         }
+#undef GROUP_TILE
     }
 }
 

@@ -10,7 +10,8 @@
  *               5th bit: 64 bytes, bit j quad j; 5th and 6th: 2 x 64 bytes, bits 2k and 2k+1 of piece v quad 4v + k
  *     scales    int8 [n_scales][16]  that multiply the super-block's: one per block, or one for each 16 inputs
  *     minimums  int8 [16]            that multiply the super-block's, where there are scales and minimums
- * Packed activations: the counters by which threads share out rows (base/share.h), then tiles of 16, 8, 4, 2 or 1 tokens (T), for each block
+ * Packed activations: the counters by which threads share out rows (base/share.h), then tiles of 16 or of 1 to 8 tokens (T), for
+ * each block
  *   quants int8 [8 quads][T][4],  scale float [T],  sum float [T] = scale * sum of the quants,
  *   negated int32 [2][T] = minus the sum of the first 16 quants, and of all
  *
@@ -24,6 +25,7 @@
 #include "gemm/gemm_inputs.h"
 
 #define DT_GEMM_TILE 16      /* most tokens of a tile */
+#define DT_GEMM_SMALL_TILE 8 /* most tokens of one that is not full */
 #define DT_GEMM_MAX_BLOCKS 8 /* of a super-block */
 
 /* A weight is scale * (its block's or half block's scale) * (stored value - offset) + minimum * (its block's minimum). */
@@ -59,14 +61,9 @@ static inline size_t dt_gemm_group_bytes(dt_gemm_format f, int32_t n_in) {
     return (size_t)(n_in / DT_GEMM_BLOCK / f.n_blocks) * (dt_gemm_header_bytes(f) + (size_t)f.n_blocks * dt_gemm_block_bytes(f));
 }
 
-/* Tokens of the tile that begins when n are left. */
-static inline int32_t dt_gemm_tile(int32_t n) {
-    int32_t tile = DT_GEMM_TILE;
-    while (tile > n) {
-        tile /= 2;
-    }
-    return tile;
-}
+/* Tokens of the tile that begins when n are left: few tokens, as drafts bring them, are one tile, for which weights are read and
+ * unpacked once. */
+static inline int32_t dt_gemm_tile(int32_t n) { return n >= DT_GEMM_TILE ? DT_GEMM_TILE : DT_MIN(n, DT_GEMM_SMALL_TILE); }
 /* Bytes that one token takes per block in packed activations, whatever the tile. */
 #define DT_GEMM_TOKEN_BYTES ((size_t)DT_GEMM_BLOCK + 16)
 
@@ -92,7 +89,7 @@ static inline void dt_gemm_put_scale(void *block, int32_t tile, int32_t t, float
 /* Packs 32 inputs of token t of a tile. */
 typedef void (*dt_gemm_pack_block_fn)(const float *from, int32_t tile, int32_t t, void *to);
 
-/* pack_inputs for a kernel's pack_block. Tiles are shared out between threads; of a single token, its blocks. */
+/* pack_inputs for a kernel's pack_block. Tiles are shared out between threads; where there is one full tile or less, blocks. */
 static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const dt_gemm_inputs *in, void *packed, int32_t ith,
                                     int32_t nth) {
     const int32_t n_blocks = in->n_in / DT_GEMM_BLOCK, n_tokens = in->n_tokens;
@@ -102,7 +99,7 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const dt_g
     }
     for (int32_t first = 0, tile; first < n_tokens; first += tile) {
         tile = dt_gemm_tile(n_tokens - first);
-        const bool whole = n_tokens > 1;
+        const bool whole = n_tokens > DT_GEMM_TILE;
         if (whole && first / DT_GEMM_TILE % nth != ith) {
             continue;
         }

@@ -810,18 +810,19 @@ double dt_kv_shared_length(const dt_kv *kv) {
     return total;
 }
 
-int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index) {
-    const dt_kv_layer_state *layer = &kv->layers[layer_index];
-    int64_t room = INT64_MAX;
-    if (layer->params.budget.policy == NULL) {
-        return room;
-    }
+int64_t dt_kv_shared_room(const dt_kv *kv) {
     int32_t n_sharing = 0;
     for (int32_t i = 0; kv->total_cache_size > 0 && i < kv->n_layers; i++) {
         n_sharing += kv->layers[i].params.budget.policy != NULL;
     }
-    if (n_sharing > 0) {
-        room = (int64_t)floor((kv->total_cache_size - dt_kv_shared_length(kv)) / n_sharing);
+    return n_sharing > 0 ? (int64_t)floor((kv->total_cache_size - dt_kv_shared_length(kv)) / n_sharing) : INT64_MAX;
+}
+
+int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index, int64_t shared_room) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    int64_t room = shared_room;
+    if (layer->params.budget.policy == NULL) {
+        return INT64_MAX;
     }
     for (int32_t j = 0; j < layer->params.n_lanes; j++) {
         const int64_t max = dt_budget_of_lane(&layer->params.budget, j).max_cache_size;
@@ -830,7 +831,7 @@ int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index) {
     return room;
 }
 
-bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more) { return n_more > dt_kv_room(kv, layer); }
+bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more) { return n_more > dt_kv_room(kv, layer, dt_kv_shared_room(kv)); }
 
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
     return kv->layers[layer].has_mass && policy_needs_mass(&kv->layers[layer].params.budget);

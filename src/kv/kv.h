@@ -112,8 +112,10 @@ void dt_kv_positions(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *posi
 /* The tokens' indices in the conversation likewise; where they are not kept, and for memory slots, positions. */
 void dt_kv_origins(const dt_kv *kv, int32_t layer, int32_t lane, int32_t *origins);
 int32_t dt_kv_length(const dt_kv *kv, int32_t layer); /* longest lane */
-/* Entries that every lane can grow by before a round comes in this layer; below 0: it is due. */
-int64_t dt_kv_room(const dt_kv *kv, int32_t layer);
+/* Entries that every lane can grow by before a shared budget is exceeded; INT64_MAX where there is none. Looks at every lane. */
+int64_t dt_kv_shared_room(const dt_kv *kv);
+/* The same before a round comes in this layer; below 0: it is due. shared_room: dt_kv_shared_room, asked for once for all layers. */
+int64_t dt_kv_room(const dt_kv *kv, int32_t layer, int64_t shared_room);
 /* Whether one would come if every lane grew by n_more. */
 bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more);
 /* Most blocks that a lane of the layer has. */

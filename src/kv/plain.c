@@ -72,6 +72,34 @@ static void put_key(const dt_kv_format *f, void *block, int32_t entry, const cha
     }
 }
 
+/* Keys of 16 entries, which are a group: in units of two bytes, or of four INT8 dimensions, what lies in a row comes to lie in a
+ * column. False where that does not fit, or the processor would not like the place in the file. */
+static bool put_key_group(const dt_kv_format *f, void *block, int32_t entry, const char *in) {
+    char *to = (char *)block + dt_kv_key_offset(f, entry, 0);
+    if (f->type_k == DT_KV_F16 && (uintptr_t)in % sizeof(uint16_t) == 0) {
+        const uint16_t *rows = (const uint16_t *)(const void *)in;
+        uint16_t *columns = (uint16_t *)(void *)to;
+        for (int32_t d = 0; d < f->dim_k; d++) {
+            for (int32_t i = 0; i < DT_KV_GROUP; i++) {
+                columns[d * DT_KV_GROUP + i] = rows[i * f->dim_k + d];
+            }
+        }
+        return true;
+    }
+    if (f->type_k == DT_KV_INT8 && f->dim_k == f->dim_k_padded && f->dim_k % 4 == 0 && (uintptr_t)in % sizeof(uint32_t) == 0) {
+        const uint32_t *rows = (const uint32_t *)(const void *)in;
+        uint32_t *columns = (uint32_t *)(void *)to;
+        const int32_t n = f->dim_k / 4;
+        for (int32_t d = 0; d < n; d++) {
+            for (int32_t i = 0; i < DT_KV_GROUP; i++) {
+                columns[d * DT_KV_GROUP + i] = rows[i * n + d] ^ 0x80808080u;
+            }
+        }
+        return true;
+    }
+    return false;
+}
+
 static bool is_elsewhere(const dt_kv_format *f, dt_kv_column column) {
     return f->elsewhere && (column == DT_KV_KEYS || column == DT_KV_VALUES);
 }
@@ -130,7 +158,11 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
     const char *from = in;
     for (int32_t entry = 0; entry < lane->n_entries; entry++, from += bytes) {
         void *block = lane->spans[entry / f->block_tokens].block;
-        if (column == DT_KV_KEYS) {
+        if (column == DT_KV_KEYS && entry % DT_KV_GROUP == 0 && entry + DT_KV_GROUP <= lane->n_entries &&
+            put_key_group(f, block, entry % f->block_tokens, from)) {
+            entry += DT_KV_GROUP - 1;
+            from += (DT_KV_GROUP - 1) * bytes;
+        } else if (column == DT_KV_KEYS) {
             put_key(f, block, entry % f->block_tokens, from);
         } else {
             memcpy(in_block(f, block, column, entry % f->block_tokens), from, bytes);
