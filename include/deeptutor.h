@@ -346,6 +346,8 @@ dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, 
  * type or version, or longer than the context (DT_ERR_ARGUMENT), cut short or altered ones (DT_ERR_FORMAT), missing ones
  * (DT_ERR_IO). */
 dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error);
+/* Tokens of the conversation in a session file, as its header says; 0 where there is none that this version reads. */
+int64_t dt_session_file_tokens(const char *path);
 /* Whether a session of n_tokens could be saved at `path`, as far as can be known before. session NULL: looks at the place only. */
 dt_status dt_session_check_save(const dt_session *session, const char *path, int64_t n_tokens, dt_error *error);
 /* Bytes of the application's own that are saved and loaded with the session, such as a chat's messages; copied. */

@@ -184,8 +184,8 @@ static void test_override_of_a_config(void **state) {
     assert_string_equal(logged, "info TLC: max_cache_size 400 lowers the min_cache_size of layers 0 from 600 to 200\n");
     /* what can't hold for one layer changes none */
     assert_int_equal(dt_eviction_override(eviction, 160, -1, &error), DT_ERR_CONFIG);
-    assert_string_equal(error.message, "--max-cache-size 160 leaves no room in layer 0: it must be above its sink_tokens 60 + "
-                                       "recent_window 100 = 160");
+    assert_string_equal(error.message, "--max-cache-size 160 leaves no room in layer 0 beside sink_tokens 60 and "
+                                       "recent_window 100; give at least 161");
     assert_int_equal(dt_eviction_override(eviction, 0, 401, &error), DT_ERR_CONFIG);
     assert_string_equal(error.message, "--min-cache-size 401 is above the max_cache_size 400 of layer 0; give a smaller one, or a "
                                        "larger --max-cache-size");
@@ -396,13 +396,40 @@ static void test_bad_policies_and_sizes(void **state) {
                   "e.json:2: \"0\", \"max_cache_size\": must be between 1 and 2147483647, but is -5");
     require_error(
         12, "{\"0\": {\"policy\": \"local_window\", \"recent_window\": 128,\n\"max_cache_size\": 132}}",
-        "e.json:2: \"0\", \"max_cache_size\": 132 leaves no room: it must be above sink_tokens 4 + recent_window 128 = 132");
+        "e.json:2: \"0\", \"max_cache_size\": 132 leaves no room beside sink_tokens 4 and recent_window 128; give at least 133");
     require_error(
         12,
         "{\"0\": {\"policy\": \"local_window\", \"recent_window\": 2147483647, \"sink_tokens\": 2147483647,\n"
         "\"max_cache_size\": 132}}",
-        "e.json:2: \"0\", \"max_cache_size\": 132 leaves no room: it must be above sink_tokens 2147483647 + recent_window "
-        "2147483647 = 4294967294");
+        "e.json:2: \"0\", \"max_cache_size\": 132 leaves no room beside sink_tokens 2147483647 and recent_window 2147483647; give "
+        "at least 4294967295");
+}
+
+static dt_status try_size(int size, int sinks, dt_error *error) {
+    char text[160];
+    dt_eviction *eviction = NULL;
+    const int n = snprintf(text, sizeof text,
+                           "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": %d, \"min_cache_size\": 1, "
+                           "\"sink_tokens\": %d}}",
+                           size, sinks);
+    const dt_status status = dt_eviction_config_text(3, "e.json", text, (size_t)n, &eviction, error);
+    dt_eviction_free(eviction);
+    return status;
+}
+
+/* A default recent window grows with the size, so the size asked for must count that in: given, it is accepted. */
+static void test_advice_is_accepted(void **state) {
+    (void)state;
+    for (int sinks = 1; sinks < 300; sinks += sinks < 12 ? 1 : 37) {
+        dt_error error;
+        int least = 0;
+        assert_int_equal(try_size(1, sinks, &error), DT_ERR_CONFIG);
+        const char *advice = strstr(error.message, "give at least ");
+        assert_non_null(advice);
+        assert_int_equal(sscanf(advice, "give at least %d", &least), 1);
+        assert_int_equal(try_size(least, sinks, &error), DT_OK);
+        assert_int_equal(try_size(least - 1, sinks, &error), DT_ERR_CONFIG);
+    }
 }
 
 static void test_sizes_per_lane(void **state) {
@@ -418,13 +445,13 @@ static void test_sizes_per_lane(void **state) {
     assert_int_equal(budget->recent_window, 25);
     assert_int_equal(dt_budget_of_lane(budget, 0).max_cache_size, 100);
     assert_int_equal(dt_budget_of_lane(budget, 1).max_cache_size, 3000);
-    require_description(eviction, "TLC: layers 0-1    importance_score  max 100-3000  min 50  sinks 4  recent 25  slots 0  "
-                                  "score reconstruct\nTLC: layers 2      none              keeps everything");
+    require_description(eviction, "TLC: layers 0-1    importance_score  max 100-3000  min 50  sinks 4  recent 25  slots 0\n"
+                                  "TLC:               score reconstruct\nTLC: layers 2      none              keeps everything");
     assert_int_equal(dt_eviction_override(eviction, 512, -1, &error), DT_OK); /* for all layers: for all their lanes */
     assert_int_equal(dt_budget_of_lane(dt_eviction_budget(eviction, 0), 1).max_cache_size, 512);
     dt_eviction_free(eviction);
     require_error(2, "{\"0\": {\"policy\": \"local_window\", \"lanes\": [9000, 130], \"recent_window\": 128}}",
-                  "e.json:1: \"0\", \"lanes\": 130 leaves no room: it must be above sink_tokens 4 + recent_window 128 = 132");
+                  "e.json:1: \"0\", \"lanes\": 130 leaves no room beside sink_tokens 4 and recent_window 128; give at least 133");
     require_error(2, "{\"0\": {\"policy\": \"local_window\", \"lanes\": [9000, 130], \"min_cache_size\": 200}}",
                   "e.json:1: \"0\", \"min_cache_size\": 200 is above the smallest of lanes 130; give at most that");
 }
@@ -491,8 +518,8 @@ static void test_weights(void **state) {
     assert_int_equal(budget->n_weights, 3);
     const dt_budget lane = dt_budget_of_lane(budget, 1);
     assert_true(budget->weights[1] == -2.5f && lane.weights[2] == 6);
-    require_description(eviction,
-                        "TLC: layers 0-1    importance_score  max 512  min 256  sinks 4  recent 128  slots 0  score predict");
+    require_description(eviction, "TLC: layers 0-1    importance_score  max 512  min 256  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               score predict");
     dt_score_weights *weights = dt_score_weights_share(eviction->weights);
     dt_eviction_free(eviction);
     assert_true(weights->lists[0][0] == 1 && weights->lists[1] == NULL); /* live on with whoever shares them */
@@ -604,28 +631,27 @@ static void test_windows(void **state) {
     dt_error error;
     dt_eviction *eviction = preset(4, "chat");
     dt_eviction_set_windows(eviction, windows);
-    require_description(eviction,
-                        "TLC: layers 0-1    none              keeps its window of 4096\n"
-                        "TLC: layers 2      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0\n"
-                        "TLC: layers 3      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0  window 512");
+    require_description(eviction, "TLC: layers 0-1    none              keeps its window of 4096\n"
+                                  "TLC: layers 2      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 3      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               window 512");
     assert_null(dt_eviction_budget(eviction, 0)->policy);
     assert_int_equal(dt_eviction_override(eviction, 0, 100, &error), DT_OK); /* names no size of the cache */
     assert_null(dt_eviction_budget(eviction, 0)->policy);
     assert_int_equal(dt_eviction_override(eviction, 1000, -1, &error), DT_OK);
-    require_description(
-        eviction, "TLC: layers 0-1    local_window      max 1000  min 100  sinks 4  recent 128  slots 0  window 4096, evicted from "
-                  "inside too\n"
-                  "TLC: layers 2      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0\n"
-                  "TLC: layers 3      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0  window 512");
+    require_description(eviction, "TLC: layers 0-1    local_window      max 1000  min 100  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               window 4096, evicted from inside too\n"
+                                  "TLC: layers 2      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 3      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               window 512");
     dt_eviction_free(eviction);
 
     eviction = config(4, "{\"0-2\": {\"policy\": \"local_window\", \"max_cache_size\": 4094}}");
     dt_eviction_set_windows(eviction, windows);
-    require_description(eviction,
-                        "TLC: layers 0-1    local_window      max 4094  min 512  sinks 4  recent 128  slots 0  window 4096, "
-                        "evicted from inside too\n"
-                        "TLC: layers 2      local_window      max 4094  min 512  sinks 4  recent 128  slots 0\n"
-                        "TLC: layers 3      none              keeps its window of 512");
+    require_description(eviction, "TLC: layers 0-1    local_window      max 4094  min 512  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               window 4096, evicted from inside too\n"
+                                  "TLC: layers 2      local_window      max 4094  min 512  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 3      none              keeps its window of 512");
     dt_eviction_free(eviction);
 }
 
@@ -636,19 +662,19 @@ static void test_memory_slots(void **state) {
     dt_error error;
     dt_eviction *eviction = config(4, "{\"0-2\": {\"policy\": \"local_window\", \"max_cache_size\": 1000, \"memory_slots\": 16}}");
     dt_eviction_set_windows(eviction, windows);
-    require_description(eviction,
-                        "TLC: layers 0-1    local_window      max 1000  min 500  sinks 4  recent 128  slots 16\n"
-                        "TLC: layers 2      local_window      max 1000  min 500  sinks 4  recent 128  slots 0  window 512\n"
-                        "TLC: layers 3      none              keeps everything");
+    require_description(eviction, "TLC: layers 0-1    local_window      max 1000  min 500  sinks 4  recent 128  slots 16\n"
+                                  "TLC: layers 2      local_window      max 1000  min 500  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               window 512\n"
+                                  "TLC: layers 3      none              keeps everything");
     assert_int_equal(dt_eviction_set_memory_slots(eviction, 1025, &error), DT_ERR_CONFIG);
     assert_string_equal(error.message, "--memory-slots must be between 0 and 1024, but is 1025");
     assert_int_equal(dt_eviction_set_memory_slots(eviction, -1, &error), DT_ERR_CONFIG);
     assert_int_equal(dt_eviction_set_memory_slots(eviction, 8, &error), DT_OK);
     assert_int_equal(dt_eviction_override(eviction, 600, -1, &error), DT_OK); /* one flag doesn't undo the other */
-    require_description(eviction,
-                        "TLC: layers 0-1    local_window      max 600  min 300  sinks 4  recent 128  slots 8\n"
-                        "TLC: layers 2      local_window      max 600  min 300  sinks 4  recent 128  slots 0  window 512\n"
-                        "TLC: layers 3      none              keeps everything");
+    require_description(eviction, "TLC: layers 0-1    local_window      max 600  min 300  sinks 4  recent 128  slots 8\n"
+                                  "TLC: layers 2      local_window      max 600  min 300  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               window 512\n"
+                                  "TLC: layers 3      none              keeps everything");
     dt_eviction_free(eviction);
 }
 
@@ -670,6 +696,7 @@ int main(void) {
         cmocka_unit_test_setup(test_bad_keys, begin_log),
         cmocka_unit_test_setup(test_bad_fields, begin_log),
         cmocka_unit_test_setup(test_bad_policies_and_sizes, begin_log),
+        cmocka_unit_test_setup(test_advice_is_accepted, begin_log),
         cmocka_unit_test_setup(test_sizes_per_lane, begin_log),
         cmocka_unit_test_setup(test_shared_budget, begin_log),
         cmocka_unit_test_setup(test_weights, begin_log),

@@ -63,6 +63,18 @@ bool dt_eviction_has_room(const dt_eviction_request *request) {
     return budget.policy == NULL || (int64_t)budget.sink_tokens + budget.recent_window < dt_eviction_smallest_lane(request);
 }
 
+int64_t dt_eviction_least_size(const dt_eviction_request *request) {
+    const int64_t sinks = dt_eviction_complete(request).sink_tokens;
+    if (request->recent_window >= 0) {
+        return sinks + request->recent_window + 1;
+    }
+    int64_t size = sinks + 1; /* the window grows with the size, by at most a quarter of it and only so far */
+    while (size < INT32_MAX && size <= sinks + default_recent(request, (int32_t)size)) {
+        size++;
+    }
+    return size;
+}
+
 void dt_eviction_range(int32_t first, int32_t end, char out[32]) {
     if (end - first == 1) {
         snprintf(out, 32, "%d", first);
@@ -233,11 +245,10 @@ static dt_status override_layer(int32_t layer, int32_t max, int32_t min, dt_evic
             budget->min_cache_size, least, layer);
     }
     if (!dt_eviction_has_room(request)) {
-        return dt_fail(
-            error, DT_ERR_CONFIG,
-            "--max-cache-size %d leaves no room in layer %d: it must be above its sink_tokens %d + recent_window %d = %" PRId64,
-            budget->max_cache_size, layer, budget->sink_tokens, budget->recent_window,
-            (int64_t)budget->sink_tokens + budget->recent_window);
+        return dt_fail(error, DT_ERR_CONFIG,
+                       "--max-cache-size %d leaves no room in layer %d beside sink_tokens %d and recent_window %d; give at least "
+                       "%" PRId64,
+                       budget->max_cache_size, layer, budget->sink_tokens, budget->recent_window, dt_eviction_least_size(request));
     }
     return DT_OK;
 }
@@ -360,7 +371,7 @@ static int32_t run_end(const dt_eviction *eviction, int32_t first) {
 
 static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, const char *range, int width, char *out,
                         size_t capacity) {
-    char what[64] = "", score[40] = "";
+    char what[64] = "", score[40] = "", more[128] = "";
     if (b->policy == NULL) {
         snprintf(what, sizeof what, window > 0 ? "keeps its window of %d" : "keeps everything", window);
         return snprintf(out, capacity, "TLC: layers %-*s  %-16s  %s\n", width, range, "none", what);
@@ -381,8 +392,11 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
     if (b->policy->needs_peak) {
         snprintf(score, sizeof score, "  score %s", b->policy->score_name);
     }
-    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots %d%s%s\n", width, range,
-                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots, score, what);
+    if (score[0] != 0 || what[0] != 0) { /* in a line of its own, below the policy: the first one fills a terminal */
+        snprintf(more, sizeof more, "TLC:        %-*s%s%s\n", width, "", score, what);
+    }
+    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots %d\n%s", width, range,
+                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots, more);
 }
 
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {

@@ -369,8 +369,8 @@ static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], cons
     }
     if (!dt_eviction_has_room(request)) {
         return fail_at(r, at[sizes], field_names[sizes],
-                       "%d leaves no room: it must be above sink_tokens %d + recent_window %d = %" PRId64, least,
-                       budget.sink_tokens, budget.recent_window, (int64_t)budget.sink_tokens + budget.recent_window);
+                       "%d leaves no room beside sink_tokens %d and recent_window %d; give at least %" PRId64, least,
+                       budget.sink_tokens, budget.recent_window, dt_eviction_least_size(request));
     }
     if (request->min_cache_size == 0 && at[MIN_SIZE] >= 0) {
         warn_at(r, at[MIN_SIZE],

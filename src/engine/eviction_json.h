@@ -16,6 +16,8 @@ int32_t dt_eviction_smallest_lane(const dt_eviction_request *request);
 int64_t dt_eviction_least_total(const dt_budget *budgets, int32_t n_layers);
 /* False when sinks and recent window alone fill a lane. */
 bool dt_eviction_has_room(const dt_eviction_request *request);
+/* The smallest size of a lane that leaves room beside sinks and recent window, a default window's growth counted in. */
+int64_t dt_eviction_least_size(const dt_eviction_request *request);
 /* "7" or "0-15" for the layers [first, end). */
 void dt_eviction_range(int32_t first, int32_t end, char out[32]);
 

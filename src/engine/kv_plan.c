@@ -178,9 +178,8 @@ static void log_budgets(const plan *p) {
 static void log_plan(const plan *p, const dt_session_params *asked, uint64_t full_bytes) {
     const double most = (double)DT_MIN(p->bytes, p->params->kv_memory > 0 ? p->params->kv_memory : UINT64_MAX) / MIB;
     const bool of_many = p->params->group != NULL && p->params->kv_memory == 0; /* a line for each would hide the others */
-    dt_log(of_many ? DT_LOG_DEBUG : DT_LOG_INFO,
-           "KV memory: %d tokens with nothing evicted would take %.1f MiB, this run takes at most %.1f MiB",
-           expected_tokens(p->params), (double)full_bytes / MIB, most);
+    dt_log(of_many ? DT_LOG_DEBUG : DT_LOG_INFO, "KV memory: at most %.1f MiB; %d tokens with nothing evicted: %.1f MiB", most,
+           expected_tokens(p->params), (double)full_bytes / MIB);
     if (p->params->prefill != asked->prefill) {
         dt_log(DT_LOG_INFO, "KV memory: prefill streaming instead of full");
     }

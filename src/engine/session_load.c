@@ -85,6 +85,19 @@ static dt_status read_header(reader *r) {
     return r->n_bytes == h->file_bytes ? DT_OK : damaged(r, "there are bytes behind its end");
 }
 
+int64_t dt_session_file_tokens(const char *path) {
+    dt_session_header header = {.version = 0};
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    const bool whole = file >= 0 && read(file, &header, sizeof header) == (ssize_t)sizeof header;
+    if (file >= 0) {
+        close(file);
+    }
+    const bool good = whole && memcmp(header.magic, DT_SESSION_MAGIC, sizeof header.magic) == 0 &&
+                      header.version >= DT_SESSION_VERSION_READ && header.version <= DT_SESSION_VERSION &&
+                      header.checksum == dt_hash_of(&header, offsetof(dt_session_header, checksum));
+    return good ? header.n_tokens : 0;
+}
+
 /* Does it belong to this model, and does it fit this session? */
 static dt_status check_header(const reader *r) {
     const dt_session_header *h = &r->header;
@@ -100,8 +113,10 @@ static dt_status check_header(const reader *r) {
                        r->path, n > 0 ? ": " : "", n, h->model_name);
     }
     if (h->type_k != type_k || h->type_v != type_k) {
-        return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds keys and values as %s, and this run's cache is %s; give --kv-type %s",
-                       r->path, type_name(h->type_k), type_name(type_k), type_name(h->type_k));
+        const bool chosen = s->params.kv_memory > 0 && h->type_k == 1; /* perhaps by the plan, to hold the limit */
+        return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds keys and values as %s, and this run's cache is %s; give %s%s", r->path,
+                       type_name(h->type_k), type_name(type_k), chosen ? "a larger --kv-memory, or --kv-type " : "--kv-type ",
+                       type_name(h->type_k));
     }
     if (h->shift > h->n_tokens || (h->shift > 0 && h->whole_from < h->shift) || h->reserved != 0) {
         return damaged(r, "its header contradicts itself");
