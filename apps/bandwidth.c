@@ -5,13 +5,13 @@
  */
 #define _GNU_SOURCE /* madvise */
 #include "bandwidth.h"
+#include "report.h"
 
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #define PART_BYTES ((size_t)192 << 20)
 #define PASSES 4
@@ -24,12 +24,6 @@ typedef struct reader {
     const uint64_t *part;
     uint64_t sum;
 } reader;
-
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
 
 static void *read_part(void *user) {
     reader *r = user;
@@ -47,7 +41,7 @@ static void *read_part(void *user) {
 
 /* Seconds of one pass, or 0 when a thread could not be started. */
 static double one_pass(reader *readers, int32_t n) {
-    const double start = seconds_now();
+    const double start = dt_seconds_now();
     int32_t started = 0;
     while (started < n && pthread_create(&readers[started].thread, NULL, read_part, &readers[started]) == 0) {
         started++;
@@ -55,7 +49,7 @@ static double one_pass(reader *readers, int32_t n) {
     for (int32_t i = 0; i < started; i++) {
         pthread_join(readers[i].thread, NULL);
     }
-    return started == n ? seconds_now() - start : 0;
+    return started == n ? dt_seconds_now() - start : 0;
 }
 
 double dt_read_bandwidth(int32_t n_threads) {

@@ -71,12 +71,6 @@ typedef struct batch {
     double started;
 } batch;
 
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
 /* ---- waiting ------------------------------------------------------------------------------------ */
 
 static void wake(void *user) {
@@ -313,7 +307,7 @@ static void format_time(double seconds, char out[32]) {
 static void show_progress(const batch *b) {
     char line[160], left[32] = "?";
     const int64_t all = dt_batch_input_rows(b->input), here = b->n_good + b->n_bad, done = b->n_before + here;
-    const double seconds = seconds_now() - b->started;
+    const double seconds = dt_seconds_now() - b->started;
     dt_scheduler_stats stats;
     dt_scheduler_get_stats(b->api.scheduler, &stats);
     if (here > 0) {
@@ -326,12 +320,16 @@ static void show_progress(const batch *b) {
 }
 
 static void summarize(const batch *b) {
-    const double seconds = seconds_now() - b->started;
+    const double seconds = dt_seconds_now() - b->started;
     char time[32];
     format_time(seconds, time);
     dt_report_progress_end();
-    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed, %lld done before",
-              (long long)(b->n_good + b->n_bad), (long long)b->n_bad, (long long)b->n_before);
+    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed", (long long)(b->n_good + b->n_bad),
+              (long long)b->n_bad);
+    if (b->n_before > 0) {
+        dt_report(DT_LOG_INFO, "batch: %lld done before, %lld of them refused or failed", (long long)b->n_before,
+                  (long long)dt_batch_output_failed(b->output));
+    }
     dt_report(DT_LOG_INFO, "batch: %lld tokens read (%lld shared), %lld written, %lld evicted, %s, %.1f tokens/s",
               (long long)b->prompt_tokens, (long long)b->reused_tokens, (long long)b->generated_tokens,
               (long long)b->evicted_tokens, time,
@@ -384,12 +382,6 @@ static int finish(batch *b, dt_status status, dt_error *error) {
     return 0;
 }
 
-static int fail(const dt_error *error, bool setting_up) {
-    dt_report(DT_LOG_ERROR, "%s", error->message);
-    const dt_status s = error->code;
-    return setting_up && (s == DT_ERR_ARGUMENT || s == DT_ERR_CONFIG || s == DT_ERR_IO || s == DT_ERR_LIMIT) ? 2 : 1;
-}
-
 static dt_status begin(const batch_options *o, const dt_model *model, const char *grammar, batch *b, dt_eviction **out_eviction,
                        dt_error *error) {
     dt_scheduler_params params = {.model = model, .n_parallel = (int32_t)o->n_parallel, .n_idle_max = 16};
@@ -410,6 +402,9 @@ static dt_status begin(const batch_options *o, const dt_model *model, const char
             status = error->code = DT_ERR_MEMORY;
         }
     }
+    if (status == DT_OK) {
+        status = dt_check_cache_memory(model, &params.session, *out_eviction, error);
+    }
     return status == DT_OK ? dt_scheduler_new(&params, &b->api.scheduler, error) : status;
 }
 
@@ -417,7 +412,7 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
                       dt_batch_output *output) {
     dt_error error = {0};
     dt_eviction *eviction = NULL;
-    batch b = {.options = o, .input = input, .output = output, .started = seconds_now()};
+    batch b = {.options = o, .input = input, .output = output, .started = dt_seconds_now()};
     const char *slash = strrchr(o->shared.model, '/');
     b.api = (dt_api){.model = model,
                      .name = slash != NULL ? slash + 1 : o->shared.model,
@@ -433,7 +428,7 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
         status = run_rows(&b, &error);
         exit_code = finish(&b, status, &error);
     } else {
-        exit_code = fail(&error, true);
+        exit_code = dt_report_failure(&error, true);
     }
     dt_scheduler_free(b.api.scheduler);
     dt_eviction_free(eviction);
@@ -444,7 +439,43 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     return exit_code;
 }
 
+/* Stands for what results depend on: another model or other flags, another word. */
+static void settings_word(const batch_options *o, char out[17]) {
+    const dt_shared_options *s = &o->shared;
+    const char *const texts[] = {s->model, s->eviction_config, s->eviction_preset, s->grammar, s->grammar_file, s->json_schema,
+                                 o->each,  o->chat_template};
+    const double numbers[] = {(double)s->n_ctx,
+                              (double)s->kv_type,
+                              (double)s->prefill,
+                              s->eviction,
+                              (double)s->max_cache_size,
+                              (double)s->min_cache_size,
+                              (double)s->memory_slots,
+                              s->temp,
+                              s->top_p,
+                              s->min_p,
+                              s->repeat_penalty,
+                              (double)s->top_k,
+                              (double)s->seed,
+                              s->ignore_end,
+                              (double)o->max_tokens,
+                              o->chat};
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+        for (const char *c = texts[i] != NULL ? texts[i] : ""; *c != 0; c++) {
+            hash = (hash ^ (unsigned char)*c) * 1099511628211u;
+        }
+        hash = (hash ^ (texts[i] != NULL ? 256u : 257u)) * 1099511628211u;
+    }
+    for (size_t i = 0; i < sizeof numbers; i++) {
+        hash = (hash ^ ((const unsigned char *)numbers)[i]) * 1099511628211u;
+    }
+    snprintf(out, 17, "%016llx", (unsigned long long)hash);
+}
+
 static int run_all(const batch_options *o) {
+    char settings[17];
+    settings_word(o, settings);
     dt_error error = {0};
     dt_model_params model_params;
     dt_shared_options_model(&o->shared, &model_params);
@@ -458,13 +489,17 @@ static int run_all(const batch_options *o) {
         status = dt_batch_input_open(o->input, o->each, o->chat, &input, &error);
     }
     if (status == DT_OK) {
-        status = dt_batch_output_open(o->output, o->input, &output, &error);
+        status = dt_batch_output_open(o->output, o->input, settings, &output, &error);
+    }
+    if (status == DT_OK && dt_batch_output_settings_differ(output)) {
+        dt_report(DT_LOG_WARN,
+                  "batch: %s was begun with another model or other settings; the lines that are there stay as they are", o->output);
     }
     int exit_code;
     if (status != DT_OK) {
-        exit_code = fail(&error, true);
+        exit_code = dt_report_failure(&error, true);
     } else if (dt_model_open(o->shared.model, &model_params, &model, &error) != DT_OK) {
-        exit_code = fail(&error, false);
+        exit_code = dt_report_failure(&error, false);
     } else if (!dt_model_get_info(model)->has_tokenizer) {
         dt_report(DT_LOG_ERROR, "%s has no tokenizer, so it can't read a text; use a GGUF file that contains one", o->shared.model);
         exit_code = 1;

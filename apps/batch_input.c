@@ -308,8 +308,10 @@ void dt_batch_row_free(dt_batch_row *row) {
 /* ---- output ------------------------------------------------------------------------------------- */
 
 struct dt_batch_output {
-    const char *path;
+    const char *path, *settings;
     int file;
+    int64_t n_failed; /* of the lines that were there */
+    bool settings_differ;
     json_t *done; /* row's number as text -> its id, null where it had none */
 };
 
@@ -335,6 +337,10 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) 
             snprintf(key, sizeof key, "%lld", (long long)json_integer_value(number));
             const json_t *id = id_of(object);
             json_object_set_new(o->done, key, id != NULL ? json_deep_copy(id) : json_null());
+            const char *settings = json_string_value(json_object_get(object, "settings"));
+            const json_t *wrong = json_object_get(object, "error");
+            o->n_failed += wrong != NULL && !json_is_null(wrong);
+            o->settings_differ = o->settings_differ || (settings != NULL && strcmp(settings, o->settings) != 0);
             *out_end += n;
         }
         json_decref(object);
@@ -361,7 +367,8 @@ static bool folder_of(const char *path, struct stat *out) {
 
 static bool same_file(const struct stat *a, const struct stat *b) { return a->st_dev == b->st_dev && a->st_ino == b->st_ino; }
 
-dt_status dt_batch_output_open(const char *path, const char *input_path, dt_batch_output **out, dt_error *error) {
+dt_status dt_batch_output_open(const char *path, const char *input_path, const char *settings, dt_batch_output **out,
+                               dt_error *error) {
     struct stat in, there, folder;
     if (stat(input_path, &in) == 0 && ((stat(path, &there) == 0 && same_file(&in, &there)) ||
                                        (S_ISDIR(in.st_mode) && folder_of(path, &folder) && same_file(&in, &folder)))) {
@@ -371,7 +378,7 @@ dt_status dt_batch_output_open(const char *path, const char *input_path, dt_batc
     if (o == NULL) {
         return no_memory(error);
     }
-    *o = (dt_batch_output){.path = path, .file = -1, .done = json_object()};
+    *o = (dt_batch_output){.path = path, .settings = settings, .file = -1, .done = json_object()};
     off_t end = 0;
     dt_status status = read_done(o, &end, error);
     if (status == DT_OK) {
@@ -400,6 +407,9 @@ void dt_batch_output_close(dt_batch_output *o) {
     }
 }
 
+int64_t dt_batch_output_failed(const dt_batch_output *o) { return o->n_failed; }
+bool dt_batch_output_settings_differ(const dt_batch_output *o) { return o->settings_differ; }
+
 dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row, bool *out_has, dt_error *error) {
     char key[32];
     snprintf(key, sizeof key, "%lld", (long long)row->number);
@@ -416,6 +426,7 @@ dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row,
 dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, json_t *object, dt_error *error) {
     if (object != NULL) {
         json_object_set_new(object, "line", json_integer(row->number));
+        json_object_set_new(object, "settings", json_string(o->settings));
     }
     char *text = object != NULL ? json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
     json_decref(object);

@@ -37,12 +37,17 @@ void dt_batch_row_free(dt_batch_row *row);
 /* The output file. Lines are written whole, each at once, and none is repeated. */
 typedef struct dt_batch_output dt_batch_output;
 /* Opens it for going on: a last line that was cut off is removed. Refuses the input itself, by whatever name, and files with
- * something else in them. */
-dt_status dt_batch_output_open(const char *path, const char *input_path, dt_batch_output **out, dt_error *error);
+ * something else in them. settings: a word that stands for all that the results depend on, written into each line; it outlives the
+ * output. */
+dt_status dt_batch_output_open(const char *path, const char *input_path, const char *settings, dt_batch_output **out,
+                               dt_error *error);
 void dt_batch_output_close(dt_batch_output *output);
 /* Whether an earlier run has written this row's line. DT_ERR_ARGUMENT where that line is another row's: the input has changed. */
 dt_status dt_batch_output_has(const dt_batch_output *output, const dt_batch_row *row, bool *out_has, dt_error *error);
-/* Adds "line" and writes; takes the object over. */
+/* Of an earlier run's lines: how many hold an error, and whether some were written under other settings. */
+int64_t dt_batch_output_failed(const dt_batch_output *output);
+bool dt_batch_output_settings_differ(const dt_batch_output *output);
+/* Adds "line" and "settings" and writes; takes the object over. */
 dt_status dt_batch_output_write(dt_batch_output *output, const dt_batch_row *row, json_t *object, dt_error *error);
 
 #endif

@@ -19,7 +19,6 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define MAX_DEPTHS 32
 #define MAX_REPEATS 64
@@ -73,12 +72,6 @@ typedef struct bench {
     bench_row rows[MAX_ROWS];
     size_t n_rows;
 } bench;
-
-static double milliseconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec * 1e3 + (double)now.tv_nsec * 1e-6;
-}
 
 /* ---- what is asked for -------------------------------------------------------------------------- */
 
@@ -251,21 +244,21 @@ static dt_status measure_prefill(bench *b, dt_session *session, int64_t depth, b
 static dt_status decode_once(const bench *b, dt_session *session, dt_sampler *sampler, samples *s, dt_error *error) {
     dt_session_stats before;
     dt_session_get_stats(session, &before);
-    const double start = milliseconds_now();
+    const double start = 1e3 * dt_seconds_now();
     double sampling_ms = 0;
     dt_status status = DT_OK;
     for (int64_t i = 0; status == DT_OK && i < b->options->n_decode; i++) {
         int32_t token;
         float probability;
-        const double sampling = milliseconds_now();
+        const double sampling = 1e3 * dt_seconds_now();
         status = dt_sampler_sample(sampler, dt_session_logits(session), &token, &probability, error);
-        sampling_ms += milliseconds_now() - sampling;
+        sampling_ms += 1e3 * dt_seconds_now() - sampling;
         if (status == DT_OK) {
             /* the bench's own token, so that the next repeat finds the same text */
             status = dt_session_append(session, b->tokens[context_now(session)], probability, error);
         }
     }
-    const double ms = milliseconds_now() - start;
+    const double ms = 1e3 * dt_seconds_now() - start;
     if (status == DT_OK) {
         add_times(s, session, &before, ms);
         s->sampling_ms += sampling_ms;
@@ -343,7 +336,7 @@ static dt_session_stats crowd_stats(const crowd *c) {
 }
 
 static dt_status fill_crowd(bench *b, crowd *c, int64_t depth, bool eviction, dt_error *error) {
-    const double start = milliseconds_now();
+    const double start = 1e3 * dt_seconds_now();
     dt_status status = DT_OK;
     for (size_t i = 0; status == DT_OK && i < c->n; i++) {
         b->tokens[0] = (int32_t)i; /* another conversation each */
@@ -354,7 +347,7 @@ static dt_status fill_crowd(bench *b, crowd *c, int64_t depth, bool eviction, dt
         }
     }
     if (status == DT_OK && depth > 0 && b->options->fill == 0) {
-        const double ms = milliseconds_now() - start;
+        const double ms = 1e3 * dt_seconds_now() - start;
         samples s = {.tps = {(double)c->n * (double)depth * 1000.0 / ms}, .n = 1, .n_tokens = depth, .total_ms = ms};
         const dt_session_stats stats = crowd_stats(c);
         add_row(b, "prompt", eviction, depth, &s, &stats, (int64_t)c->n);
@@ -364,10 +357,10 @@ static dt_status fill_crowd(bench *b, crowd *c, int64_t depth, bool eviction, dt
 
 static dt_status decode_crowd(const bench *b, crowd *c, dt_sampler *sampler, samples *s, dt_error *error) {
     const dt_session_stats before = crowd_stats(c);
-    const double start = milliseconds_now();
+    const double start = 1e3 * dt_seconds_now();
     dt_status status = DT_OK;
     for (int64_t at = 0; status == DT_OK && at < b->options->n_decode; at++) {
-        const double sampling = milliseconds_now();
+        const double sampling = 1e3 * dt_seconds_now();
         for (size_t i = 0; i < c->n; i++) {
             int32_t token;
             float probability = 1;
@@ -378,11 +371,11 @@ static dt_status decode_crowd(const bench *b, crowd *c, dt_sampler *sampler, sam
             c->steps[i] = (dt_step){
                 .session = c->sessions[i], .tokens = &b->tokens[context_now(c->sessions[i])], .n = 1, .probability = probability};
         }
-        s->sampling_ms += milliseconds_now() - sampling;
+        s->sampling_ms += 1e3 * dt_seconds_now() - sampling;
         status = status == DT_OK ? dt_group_step(c->group, c->steps, c->n, error) : status;
     }
     const dt_session_stats now = crowd_stats(c);
-    const double ms = milliseconds_now() - start;
+    const double ms = 1e3 * dt_seconds_now() - start;
     s->total_ms += ms;
     s->attention_ms += now.attention_ms - before.attention_ms;
     s->eviction_ms += now.eviction_ms - before.eviction_ms;
@@ -457,28 +450,30 @@ static dt_status measure_all(bench *b, dt_error *error) {
 
 /* ---- telling ------------------------------------------------------------------------------------ */
 
+/* Eighty columns wide for all but the longest numbers; what has no room is in the CSV and the JSON. */
 static void print_markdown(const bench *b) {
     const dt_model_info *info = dt_model_get_info(b->model);
-    printf("%s %s, %d layers, %.2f GB of weights; read bandwidth %.1f GB/s\n\n", info->architecture, info->weight_type,
-           info->n_layers, (double)info->weight_bytes / 1e9, b->bandwidth / 1e9);
-    printf("| depth | TLC | test | tokens/s | spread | KV MiB | full MiB | attn | evict | sample | bound t/s | of bound |\n");
-    printf("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
+    printf("%s %s, %d layers, %.2f GB of weights; read bandwidth %.1f GB/s%s\n\n", info->architecture, info->weight_type,
+           info->n_layers, (double)info->weight_bytes / 1e9, b->bandwidth / 1e9,
+           b->options->fill == 1 ? "; depths filled at random" : "");
+    printf("| depth | TLC | test          |     t/s |   +- | KV MiB | attn | evict | bound |\n");
+    printf("| ----: | --- | ------------- | ------: | ---: | -----: | ---: | ----: | ----: |\n");
     for (size_t i = 0; i < b->n_rows; i++) {
         const bench_row *r = &b->rows[i];
-        char many[24] = "";
+        char test[64], bound[16] = "";
+        const int n = snprintf(test, sizeof test, "%s %lld", r->what, (long long)r->n_tokens);
         if (r->n_sequences > 1) {
-            snprintf(many, sizeof many, " x%lld", (long long)r->n_sequences);
+            snprintf(test + n, sizeof test - (size_t)n, " x%lld", (long long)r->n_sequences);
         }
-        printf("| %lld%s | %s | %s %lld%s | %.1f | %.1f-%.1f | %.1f | %.1f | %.0f %% | %.1f %% | %.1f %% |", (long long)r->depth,
-               r->synthetic ? " (synthetic)" : "", r->eviction ? "on" : "off", r->what, (long long)r->n_tokens, many, r->median,
-               r->low, r->high, (double)r->kv_bytes / 1048576.0, (double)r->kv_bytes_full / 1048576.0, r->attention * 100,
-               r->evicting * 100, r->sampling * 100);
         if (r->bound > 0) {
-            printf(" %.1f | %.0f %% |\n", r->bound, r->median / r->bound * 100);
-        } else {
-            printf(" | |\n");
+            snprintf(bound, sizeof bound, "%.0f %%", r->median / r->bound * 100);
         }
+        printf("| %5lld | %-3s | %-13s | %7.*f | %2.0f %% | %6.1f | %2.0f %% | %3.*f %% | %5s |\n", (long long)r->depth,
+               r->eviction ? "on" : "off", test, r->median < 1e5 ? 1 : 0, r->median, (r->high - r->low) / r->median * 50,
+               (double)r->kv_bytes / 1048576.0, r->attention * 100, r->evicting < 0.0995 ? 1 : 0, r->evicting * 100, bound);
     }
+    printf("\nt/s: median, +- half of what lies between slowest and fastest; bound: how much\n"
+           "of the speed at which the machine reads weights and cache; -o csv has more.\n");
 }
 
 static void print_csv(const bench *b) {

@@ -107,6 +107,22 @@ dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) {
     return error->code = code;
 }
 
+dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_error *error) {
+    if (e->n_text >= n_tokens) {
+        return eval_fail(error, DT_ERR_ARGUMENT,
+                         "%zu pieces of %zu tokens need a text of %zu; this one has %zu: give fewer --chunks, %zu", n_pieces,
+                         n_tokens, n_pieces * n_tokens, e->n_text, e->n_text / n_tokens);
+    }
+    const size_t others = n_tokens - (size_t)e->options->n_context; /* of a piece, beside the context */
+    if (e->n_text < others + 16) {
+        return eval_fail(error, DT_ERR_ARGUMENT, "a piece needs %zu tokens, and the text has %zu: give a longer text", n_tokens,
+                         e->n_text);
+    }
+    return eval_fail(error, DT_ERR_ARGUMENT,
+                     "a piece needs %zu tokens, and the text has %zu: give a longer text, or --chunks 1 --context %zu", n_tokens,
+                     e->n_text, e->n_text - others);
+}
+
 bool eval_progress(int64_t done, int64_t total, const dt_session *session) {
     dt_report_progress("measuring", done, total, session);
     return !dt_interrupted;
@@ -367,20 +383,7 @@ static const command *find_command(const char *name) {
     return NULL;
 }
 
-int main(int argc, char **argv) {
-    const command *c = find_command(argc > 1 ? argv[1] : NULL);
-    if (c == NULL) {
-        const bool help = argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0);
-        if (argc > 1 && strcmp(argv[1], "--version") == 0) {
-            printf("DeepTutor %s\n", DT_VERSION);
-            return 0;
-        }
-        print_usage(help ? stdout : stderr, argv[0]);
-        return help ? 0 : 2;
-    }
-    const dt_option_group *const groups[] = {
-        c->own, c->other, &common_group, &dt_model_options, &dt_eviction_options, &dt_output_options};
-    char message[512];
+static eval_options default_options(const command *c) {
     eval_options o = {.n_context = c->n_context,
                       .n_continuation = 256,
                       .n_chunks = 4,
@@ -397,6 +400,52 @@ int main(int argc, char **argv) {
                       .depth_high = 0.9,
                       .seed = 1};
     dt_shared_options_init(&o.shared);
+    return o;
+}
+
+/* The command line without a command in front. */
+static int without_command(int argc, char **argv) {
+    const char *word = argc > 1 ? argv[1] : "";
+    const bool help = strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0;
+    if (strcmp(word, "--version") == 0) {
+        printf("DeepTutor %s\n", DT_VERSION);
+        return 0;
+    }
+    print_usage(help ? stdout : stderr, argv[0]);
+    if (!help && argc > 1) {
+        fprintf(stderr, "error: there is no command '%.60s'; a command comes first, flags after it\n", word);
+    }
+    return help ? 0 : 2;
+}
+
+/* Opens the file of results, measures. The exit code. */
+static int measure(eval_options *o, const command *c) {
+    dt_error error = {0};
+    dt_stats_file *file = NULL;
+    const char *inputs[] = {o->shared.model, o->file, o->input, o->shared.eviction_config};
+    eval e = {.options = o, .command = c->name};
+    dt_status status = o->json != NULL ? dt_stats_file_open(o->json, inputs, N_OF(inputs), &file, &error) : DT_OK;
+    if (status == DT_OK) {
+        status = run(&e, o, c, file, &error);
+    }
+    dt_stats_file_free(file);
+    if (status != DT_OK) {
+        dt_report(DT_LOG_ERROR, "%s", error.message);
+    }
+    return status == DT_OK                                                               ? (e.rejected ? EXIT_REJECTED : 0)
+           : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2
+                                                                                         : 1;
+}
+
+int main(int argc, char **argv) {
+    const command *c = find_command(argc > 1 ? argv[1] : NULL);
+    if (c == NULL) {
+        return without_command(argc, argv);
+    }
+    const dt_option_group *const groups[] = {
+        c->own, c->other, &common_group, &dt_model_options, &dt_eviction_options, &dt_output_options};
+    char message[512];
+    eval_options o = default_options(c);
     bool good = dt_options_parse(groups, N_OF(groups), argc - 1, argv + 1, &o, message, sizeof message);
     if (o.shared.help) {
         print_usage(stdout, argv[0]);
@@ -420,21 +469,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "error: %s\n", message);
         return 2;
     }
+    dt_options_tell_notes(&o.shared);
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
     dt_run_signals();
-    dt_error error = {0};
-    dt_stats_file *file = NULL;
-    const char *inputs[] = {o.shared.model, o.file, o.input, o.shared.eviction_config};
-    eval e = {.options = &o, .command = c->name};
-    dt_status status = o.json != NULL ? dt_stats_file_open(o.json, inputs, N_OF(inputs), &file, &error) : DT_OK;
-    if (status == DT_OK) {
-        status = run(&e, &o, c, file, &error);
-    }
-    dt_stats_file_free(file);
-    if (status != DT_OK) {
-        dt_report(DT_LOG_ERROR, "%s", error.message);
-    }
-    return status == DT_OK                                                               ? (e.rejected ? EXIT_REJECTED : 0)
-           : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2
-                                                                                         : 1;
+    return measure(&o, c);
 }

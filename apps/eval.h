@@ -67,6 +67,8 @@ double eval_kept_share(const eval *e, const dt_session *session);
 bool eval_progress(int64_t done, int64_t total, const dt_session *session);
 /* Puts the settings' rows into the result; a single one is the result. Takes rows over. */
 void eval_set_result(eval *e, json_t *rows);
+/* The refusal of a text that has no room for n_pieces of n_tokens each; says what would fit. */
+dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_error *error);
 /* Fills *error; returns code. */
 dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

@@ -87,9 +87,7 @@ dt_status eval_calibrate(eval *e, dt_error *error) {
     const dt_model_info *info = dt_model_get_info(e->model);
     calibration c = {.e = e, .n_layers = info->n_layers, .n_kv_heads = info->n_kv_heads};
     if (e->n_text < (size_t)(o->n_chunks * o->n_context)) { /* pieces that overlap would teach little */
-        return eval_fail(error, DT_ERR_ARGUMENT,
-                         "%lld pieces of %lld tokens need a text of %lld; this one has %zu: give fewer --chunks",
-                         (long long)o->n_chunks, (long long)o->n_context, (long long)(o->n_chunks * o->n_context), e->n_text);
+        return eval_too_short(e, (size_t)o->n_chunks, (size_t)o->n_context, error);
     }
     size_t n_lanes = 0;
     for (int32_t i = 0; i < info->n_layers; i++) {

@@ -159,9 +159,7 @@ dt_status eval_kld(eval *e, dt_error *error) {
     const eval_options *o = e->options;
     const size_t per_chunk = (size_t)(o->n_context + o->n_continuation + 1), n_chunks = (size_t)o->n_chunks;
     if (e->n_text < per_chunk * n_chunks) {
-        return eval_fail(error, DT_ERR_ARGUMENT,
-                         "%zu chunks of %zu tokens need a text of %zu; this one has %zu: give fewer --chunks", n_chunks, per_chunk,
-                         per_chunk * n_chunks, e->n_text);
+        return eval_too_short(e, n_chunks, per_chunk, error);
     }
     const size_t n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab;
     float *full = malloc(((size_t)o->n_continuation + 1) * n_vocab * sizeof *full);

@@ -106,6 +106,11 @@ dt_status eval_long(eval *e, dt_error *error) {
     const eval_options *o = e->options;
     const size_t context = (size_t)o->n_context, n_pieces = (size_t)o->n_chunks, n = (size_t)o->n_continuation;
     const size_t times = (size_t)o->n_times, last = context * times, step = last > context ? (last - context) / n_pieces : 0;
+    if (e->n_text < 2 * context + n + 1) {
+        return eval_fail(error, DT_ERR_ARGUMENT,
+                         "the text has %zu tokens, less than two contexts of %zu: give a longer one, or a smaller --context",
+                         e->n_text, context);
+    }
     if (e->n_text < last + n + 1 || step < n) {
         return eval_fail(
             error, DT_ERR_ARGUMENT,

@@ -15,7 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 typedef struct main_options {
@@ -24,7 +23,7 @@ typedef struct main_options {
     const char *draft_model;
     int64_t n_predict, draft_max;
     bool draft_lookup;
-    bool conversation, display_prompt, escape;
+    bool conversation, display_prompt, escape, append;
 } main_options;
 
 #define AT(member) offsetof(main_options, member)
@@ -45,7 +44,8 @@ static const dt_option text_rows[] = {
     {"-sys, --system-prompt", "S", DT_OPTION_TEXT, AT(system_prompt), 0, 0, "instruction at the front of a chat"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
     {"--session", "F", DT_OPTION_TEXT, AT(session), 0, 0,
-     "go on from the state in F where it is there, and save it there at the end"},
+     "go on from the state in F where it is there, and save it there at the end; no prompt: from its last word"},
+    {"--append", NULL, DT_OPTION_ON, AT(append), 0, 0, "the prompt follows what --session holds, instead of repeating it (off)"},
     {"--display-prompt", NULL, DT_OPTION_ON, AT(display_prompt), 0, 0, "print the prompt too (off)"},
     {"--no-display-prompt", NULL, DT_OPTION_OFF, AT(display_prompt), 0, 0, "print the generated text only"},
 };
@@ -64,18 +64,6 @@ static const dt_option_group *const groups[] = {&text_options,        &dt_model_
                                                 &dt_sampling_options, &dt_stats_options, &dt_output_options};
 #define N_GROUPS (sizeof groups / sizeof groups[0])
 
-static int fail(dt_status status, const dt_error *error, bool setting_up) {
-    dt_report(DT_LOG_ERROR, "%s", error->message);
-    const bool refused = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO || status == DT_ERR_LIMIT;
-    return setting_up && refused ? 2 : 1;
-}
-
-static double milliseconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec * 1e3 + (double)now.tv_nsec * 1e-6;
-}
-
 /* ---- what is asked for -------------------------------------------------------------------------- */
 
 static bool check(const main_options *o, char *message, size_t capacity) {
@@ -90,7 +78,9 @@ static bool check(const main_options *o, char *message, size_t capacity) {
         wrong = "--draft-max needs --draft-lookup or --draft-model";
     } else if (o->prompt != NULL && o->file != NULL) {
         wrong = "give the prompt with -p or with -f, not both";
-    } else if (o->prompt == NULL && o->file == NULL && !o->conversation) {
+    } else if (o->append && (o->session == NULL || o->conversation || (o->prompt == NULL && o->file == NULL))) {
+        wrong = "--append puts a prompt (-p or -f) behind what --session FILE holds; a chat goes on by itself";
+    } else if (o->prompt == NULL && o->file == NULL && o->session == NULL && !o->conversation) {
         wrong = "there is nothing to go on from; give a prompt with -p or -f, or chat with -cnv";
     } else if (!o->conversation && (o->system_prompt != NULL || o->chat_template != NULL)) {
         wrong = "-sys and --chat-template are for chats; add -cnv";
@@ -134,6 +124,8 @@ typedef struct texts {
     size_t n_prompt;
     int32_t *tokens; /* of the prompt, where it is no chat */
     size_t n_tokens;
+    int64_t n_saved; /* tokens in the session's file */
+    bool goes_on;    /* from those, the prompt's behind them */
 } texts;
 
 static void texts_free(texts *t) {
@@ -190,13 +182,13 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
     if (o->session == NULL || (stat(o->session, &info) != 0 && errno == ENOENT)) {
         return DT_OK;
     }
-    const double begun = milliseconds_now();
+    const double begun = 1e3 * dt_seconds_now();
     const dt_status status = dt_session_load(run->session, NULL, o->session, error);
     if (status == DT_OK) {
         size_t n = 0;
         dt_session_tokens(run->session, &n);
         run->loaded_tokens = (int64_t)n;
-        dt_report(DT_LOG_INFO, "session: %s: %zu tokens loaded in %.1f ms", o->session, n, milliseconds_now() - begun);
+        dt_report(DT_LOG_INFO, "session: %s: %zu tokens loaded in %.1f ms", o->session, n, 1e3 * dt_seconds_now() - begun);
     }
     return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
 }
@@ -221,7 +213,7 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
     if (o->session == NULL || n == 0) {
         return DT_OK;
     }
-    const double begun = milliseconds_now();
+    const double begun = 1e3 * dt_seconds_now();
     if (run->synced && run->first_reused + 1 < run->loaded_tokens) { /* the last token may have been computed anew */
         keep_replaced(o->session, run->loaded_tokens);
     }
@@ -230,36 +222,85 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
         status = dt_session_save(run->session, run->sampler, o->session, error);
     }
     if (status == DT_OK) {
-        dt_report(DT_LOG_INFO, "session: %s: %zu tokens saved in %.1f ms", o->session, n, milliseconds_now() - begun);
+        dt_report(DT_LOG_INFO, "session: %s: %zu tokens saved in %.1f ms", o->session, n, 1e3 * dt_seconds_now() - begun);
     }
     return status;
 }
 
-/* The prompt's tokens. *out_n is 0 where there is nothing to begin from. */
-static dt_status tokenize_prompt(const dt_model *model, const texts *t, int32_t **out, size_t *out_n, dt_error *error) {
-    const dt_status status = dt_tokenize(model, t->prompt, t->n_prompt, true, true, out, out_n, error);
-    if (status == DT_OK && *out_n == 0 && dt_token_start(model) >= 0) {
-        (*out)[(*out_n)++] = dt_token_start(model);
+/* The prompt's tokens; none where there is nothing to begin from. Behind a saved text no token marks a beginning. */
+static dt_status tokenize_prompt(const dt_model *model, texts *t, dt_error *error) {
+    if (t->prompt == NULL) {
+        return DT_OK;
+    }
+    const dt_status status = dt_tokenize(model, t->prompt, t->n_prompt, !t->goes_on, true, &t->tokens, &t->n_tokens, error);
+    if (status == DT_OK && t->n_tokens == 0 && !t->goes_on && dt_token_start(model) >= 0) {
+        t->tokens[t->n_tokens++] = dt_token_start(model);
     }
     return status;
+}
+
+/* What was loaded, and the prompt behind it. Free with free(). */
+static dt_status join_saved(const dt_session *session, const texts *t, int32_t **out, size_t *out_n, dt_error *error) {
+    size_t n = 0;
+    const int32_t *saved = dt_session_tokens(session, &n);
+    *out_n = n + t->n_tokens;
+    *out = malloc((*out_n + 1) * sizeof **out);
+    if (*out == NULL) {
+        snprintf(error->message, sizeof error->message, "out of memory for %zu tokens", *out_n);
+        return error->code = DT_ERR_MEMORY;
+    }
+    memcpy(*out, saved, n * sizeof **out);
+    if (t->n_tokens > 0) {
+        memcpy(*out + n, t->tokens, t->n_tokens * sizeof **out);
+    }
+    return DT_OK;
+}
+
+/* How long the conversation gets: with a saved one, at least as long as that for the moment; 0: nobody knows. */
+static int32_t expected_tokens(const main_options *o, const texts *t) {
+    const int64_t n = (int64_t)t->n_tokens + (t->goes_on ? t->n_saved : 0) + o->n_predict;
+    const bool known = !o->conversation && o->n_predict >= 0 && n < INT32_MAX;
+    return !known ? 0 : (int32_t)(n > t->n_saved ? n : t->n_saved);
+}
+
+/* A reply's last token is shown but not computed, since nothing may come after it. Something does where the text is saved to go on
+ * from. n_given: tokens before the reply. */
+static dt_status compute_last(const dt_run *run, size_t n_given, dt_error *error) {
+    size_t n = 0;
+    dt_session_tokens(run->session, &n);
+    const size_t n_reply = run->n_generated - run->reply_first;
+    if (n_reply == 0 || n + 1 != n_given + n_reply || run->context_full ||
+        dt_token_is_end(run->model, run->generated[run->n_generated - 1])) {
+        return DT_OK;
+    }
+    return dt_session_append(run->session, run->generated[run->n_generated - 1], 1, error);
 }
 
 static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
-    dt_status status = DT_OK;
-    if (t->n_tokens == 0) {
+    if (t->n_tokens == 0 && !t->goes_on) {
         dt_report(DT_LOG_ERROR, "the prompt is empty and this model has no start token to begin from; give it some text");
         *out_exit = 2;
         return DT_OK;
     }
-    if (o->display_prompt) {
+    if (o->display_prompt && t->prompt != NULL) {
         dt_output_write(&run->output, t->prompt, t->n_prompt);
     }
-    if (o->session != NULL) { /* that it will not fit on the disk is told before the work, not after it */
-        const int64_t n_total = (int64_t)t->n_tokens + (o->n_predict > 0 ? o->n_predict : 0);
+    int32_t *joined = NULL;
+    size_t n = t->n_tokens;
+    dt_status status = t->goes_on ? join_saved(run->session, t, &joined, &n, error) : DT_OK;
+    if (status == DT_OK && o->session != NULL) { /* that it will not fit on the disk is told before the work, not after it */
+        const int64_t n_total = (int64_t)n + (o->n_predict > 0 ? o->n_predict : 0);
         status = dt_session_check_save(run->session, o->session, n_total, error);
-        *out_exit = status != DT_OK ? fail(status, error, true) : 0;
+        *out_exit = status != DT_OK ? dt_report_failure(error, true) : 0;
     }
-    return status == DT_OK ? dt_run_reply(run, t->tokens, t->n_tokens, error) : status;
+    if (status == DT_OK) {
+        status = dt_run_reply(run, joined != NULL ? joined : t->tokens, n, error);
+    }
+    if (status == DT_OK && *out_exit == 0 && o->session != NULL) {
+        status = compute_last(run, n, error);
+    }
+    free(joined);
+    return status;
 }
 
 /* Timings to the log, numbers to the file. */
@@ -292,7 +333,7 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
     }
     if (status != DT_OK) {
         dt_chat_free(chat);
-        return fail(status, &error, true);
+        return dt_report_failure(&error, true);
     }
     if (run->sampling.temp > 0) {
         dt_report(DT_LOG_INFO, "seed: %u", (unsigned)run->sampling.seed);
@@ -311,10 +352,10 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
         status_of_numbers = tell_numbers(o, run, stats, load_ms, &error_of_numbers);
     }
     if (status_of_saving != DT_OK) { /* told even where something else failed before: it loses the conversation */
-        exit_code = fail(status_of_saving, &error_of_saving, false);
+        exit_code = dt_report_failure(&error_of_saving, false);
     }
-    return status != DT_OK              ? fail(status, &error, false)
-           : status_of_numbers != DT_OK ? fail(status_of_numbers, &error_of_numbers, false)
+    return status != DT_OK              ? dt_report_failure(&error, false)
+           : status_of_numbers != DT_OK ? dt_report_failure(&error_of_numbers, false)
                                         : exit_code;
 }
 
@@ -356,24 +397,22 @@ static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats
         status = describe_eviction(o, model, eviction, &error);
     }
     if (status == DT_OK && !o->conversation) {
-        status = tokenize_prompt(model, t, &t->tokens, &t->n_tokens, &error);
+        status = tokenize_prompt(model, t, &error);
     }
     if (status == DT_OK) {
         dt_shared_options_session(&o->shared, &params);
         params.eviction = eviction;
         params.n_snapshots = o->conversation ? 0 : -1; /* nothing is gone back to */
-        if (t->n_tokens > 0 && o->n_predict >= 0 && (int64_t)t->n_tokens + o->n_predict < INT32_MAX) {
-            params.n_expected = (int32_t)((int64_t)t->n_tokens + o->n_predict);
-        }
+        params.n_expected = expected_tokens(o, t);
         status = dt_session_new(model, &params, &run.session, &error);
     }
     if (status == DT_OK) {
         status = open_draft(o, &run, &draft_model, &error);
     }
-    int exit_code = status == DT_OK ? 0 : fail(status, &error, true);
+    int exit_code = status == DT_OK ? 0 : dt_report_failure(&error, true);
     if (exit_code == 0) {
         dt_shared_options_sampler(&o->shared, t->grammar, &run.sampling);
-        exit_code = generate(o, t, &run, stats, milliseconds_now() - begun);
+        exit_code = generate(o, t, &run, stats, 1e3 * dt_seconds_now() - begun);
     }
     dt_run_end(&run);
     dt_draft_free(run.draft);
@@ -381,6 +420,22 @@ static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats
     dt_session_free(run.session);
     dt_eviction_free(eviction);
     return exit_code;
+}
+
+/* Where the session's file can lie, what it holds, and whether the text goes on from there. */
+static dt_status find_saved(const main_options *o, texts *t, dt_error *error) {
+    const dt_status status = dt_session_check_save(NULL, o->session, 0, error);
+    struct stat info;
+    const bool there = stat(o->session, &info) == 0;
+    t->n_saved = dt_session_file_tokens(o->session);
+    t->goes_on = !o->conversation && there && (o->append || t->prompt == NULL);
+    if (status == DT_OK && !o->conversation && !there && t->prompt == NULL) {
+        snprintf(error->message, sizeof error->message,
+                 "there is nothing to go on from: %s isn't there yet; give the first text with -p or -f, or chat with -cnv",
+                 o->session);
+        return error->code = DT_ERR_ARGUMENT;
+    }
+    return status;
 }
 
 static int run_all(const main_options *o) {
@@ -395,21 +450,21 @@ static int run_all(const main_options *o) {
         status = dt_stats_file_open(o->shared.stats_json, inputs, sizeof inputs / sizeof inputs[0], &stats, &error);
     }
     if (status == DT_OK && o->session != NULL) {
-        status = dt_session_check_save(NULL, o->session, 0, &error);
+        status = find_saved(o, &t, &error);
     }
     if (status == DT_OK && o->draft_model != NULL) {
         status = dt_check_same_vocabulary(o->shared.model, o->draft_model, &error);
     }
-    const double begun = milliseconds_now();
+    const double begun = 1e3 * dt_seconds_now();
     dt_model_params model_params;
     dt_shared_options_model(&o->shared, &model_params);
     int exit_code = 0;
     if (status == DT_ERR_CANCELLED) {
         dt_report(DT_LOG_INFO, "interrupted");
     } else if (status != DT_OK) {
-        exit_code = fail(status, &error, true);
+        exit_code = dt_report_failure(&error, true);
     } else if ((status = dt_model_open(o->shared.model, &model_params, &model, &error)) != DT_OK) {
-        exit_code = fail(status, &error, false);
+        exit_code = dt_report_failure(&error, false);
     } else {
         exit_code = with_model(o, &t, model, stats, begun);
     }

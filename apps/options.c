@@ -6,6 +6,7 @@
  */
 #define _POSIX_C_SOURCE 200809L /* sysconf */
 #include "options.h"
+#include "options_foreign.h"
 #include "report.h"
 
 #include <stdarg.h>
@@ -334,6 +335,25 @@ static const char *split_flag(const char *argument, char name[NAME_MAX_BYTES]) {
     return is_long && argument[n] == '=' ? argument + n + 1 : NULL;
 }
 
+static void add_note(dt_shared_options *options, const char *flag, const char *sentence) {
+    if (options->n_notes < DT_OPTION_NOTES) {
+        options->notes[options->n_notes++] = (struct dt_option_note){flag, sentence};
+    }
+}
+
+static bool has_foreign_value(const dt_foreign_flag *flag, const char *next) {
+    return flag->value == DT_FOREIGN_VALUE || (flag->value == DT_FOREIGN_SWITCH && dt_is_switch_word(next));
+}
+
+void dt_options_tell_notes(const dt_shared_options *o) {
+    for (size_t i = 0; i < o->n_notes && o->log_level >= DT_LOG_INFO; i++) {
+        fprintf(stderr, "%s is not needed: %s\n", o->notes[i].flag, o->notes[i].sentence);
+    }
+    if (o->n_device_layers > 0 && o->device == NULL && o->log_level >= DT_LOG_INFO) {
+        fputs("-ngl changes nothing without --device; --device list shows what there is\n", stderr);
+    }
+}
+
 bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options, char *message,
                       size_t capacity) {
     for (int i = 1; i < argc; i++) {
@@ -343,6 +363,15 @@ bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int
             return refuse(message, capacity, "'%.60s' is no flag; a prompt is given with -p, and put into quotes", argv[i]);
         }
         const dt_option *option = find_option(groups, n_groups, name);
+        const dt_foreign_flag *foreign = option == NULL ? dt_find_foreign_flag(name) : NULL;
+        if (foreign != NULL) {
+            if (!foreign->accepted) {
+                return refuse(message, capacity, "there is no flag %s: %s", name, foreign->sentence);
+            }
+            add_note(options, argv[i], foreign->sentence);
+            i += text == NULL && i + 1 < argc && has_foreign_value(foreign, argv[i + 1]);
+            continue;
+        }
         if (option == NULL) {
             nearest_name(groups, n_groups, name, nearest);
             return nearest[0] != 0
@@ -449,6 +478,7 @@ bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int
     } else if (dt_wants_devices(shared)) {
         *out_exit = dt_print_devices();
     } else {
+        dt_options_tell_notes(shared);
         return true;
     }
     return false;

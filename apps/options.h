@@ -36,6 +36,8 @@ typedef struct dt_option_group {
     size_t n_options;
 } dt_option_group;
 
+#define DT_OPTION_NOTES 16 /* told at most */
+
 typedef struct dt_shared_options {
     /* model and session */
     const char *model;
@@ -57,13 +59,18 @@ typedef struct dt_shared_options {
     const char *stats_json;
     int64_t log_level; /* dt_log_level */
     bool progress, version, help;
+    /* what to tell about flags that were given and change nothing */
+    struct dt_option_note {
+        const char *flag, *sentence;
+    } notes[DT_OPTION_NOTES];
+    size_t n_notes;
 } dt_shared_options;
 
 extern const dt_option_group dt_model_options, dt_eviction_options, dt_sampling_options, dt_stats_options, dt_output_options;
 
 void dt_shared_options_init(dt_shared_options *options);
 
-/* Fills *options from argv. Returns false with a sentence in message. */
+/* Fills *options, which begins with dt_shared_options, from argv. Returns false with a sentence in message. */
 bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options, char *message,
                       size_t capacity);
 void dt_options_help(FILE *file, const dt_option_group *const *groups, size_t n_groups);
@@ -76,6 +83,8 @@ bool dt_parse_size(const char *text, int64_t *out);
 
 /* Flags that don't go together: false with a sentence. */
 bool dt_shared_options_check(const dt_shared_options *options, char *message, size_t capacity);
+/* Tells the notes on stderr, unless --log-level says no. */
+void dt_options_tell_notes(const dt_shared_options *options);
 /* --device list was given. */
 bool dt_wants_devices(const dt_shared_options *options);
 /* What programs do first with their command line: --help, --version, --device list, flags that are none. True to go on; else the

@@ -4,14 +4,13 @@
  * Exit code 0: done; 1: it failed; 2: bad usage. A run that is stopped removes what it wrote. stdout stays empty but for --list.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "deeptutor.h"
+#include "report.h"
 
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 static char temporary[4096];
@@ -21,14 +20,8 @@ static void on_stop(int signal_number) {
     _exit(128 + signal_number);
 }
 
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
 static void show_progress(int64_t n_done, int64_t n_tensors, void *user) {
-    const double started = *(const double *)user, taken = seconds_now() - started;
+    const double started = *(const double *)user, taken = dt_seconds_now() - started;
     const double left = n_done > 0 ? taken * (double)(n_tensors - n_done) / (double)n_done : 0;
     fprintf(stderr, "\rquantizing: tensor %lld of %lld, %.0f s left \033[K", (long long)n_done, (long long)n_tensors, left);
 }
@@ -40,14 +33,16 @@ static double megabytes(const char *path) {
 
 static int usage(FILE *file) {
     fputs("usage: deeptutor-quantize IN.gguf OUT.gguf TYPE [-t THREADS]\n"
-          "Writes a quantized copy of a model; tensors that are quantized already stay as they are.\n"
+          "Writes a quantized copy of a model; tensors that are quantized already stay as\nthey are.\n\n"
+          "Flags\n"
           "  -t, --threads N   threads (all processors)\n"
           "  --list            print the types, one a line\n"
-          "  --version\n"
-          "types:",
+          "  --version         print the version\n"
+          "  -h, --help        print this text\n\n"
+          "Types\n",
           file);
     for (size_t i = 0; dt_quantize_type(i) != NULL; i++) {
-        fprintf(file, " %s", dt_quantize_type(i));
+        fprintf(file, "%s%s", i == 0 ? "  " : i % 10 == 0 ? "\n  " : " ", dt_quantize_type(i));
     }
     fputc('\n', file);
     return file == stdout ? 0 : 2;
@@ -105,7 +100,7 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
 }
 
 int main(int argc, char **argv) {
-    const double started = seconds_now();
+    const double started = dt_seconds_now();
     dt_quantize_params params = {.progress = isatty(STDERR_FILENO) ? show_progress : NULL, .progress_user = (void *)&started};
     const int exit_code = parse(argc, argv, &params);
     if (exit_code >= 0) {
@@ -131,7 +126,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "error: %s\n", error.message);
         return status == DT_ERR_ARGUMENT ? 2 : 1;
     }
-    const double taken = seconds_now() - started, before = megabytes(params.input), after = megabytes(params.output);
+    const double taken = dt_seconds_now() - started, before = megabytes(params.input), after = megabytes(params.output);
     fprintf(stderr, "quantized: %.1f MB to %.1f MB (%s) in %.1f s, %.0f MB/s\n", before, after, params.type, taken, before / taken);
     return 0;
 }

@@ -42,7 +42,7 @@ static struct {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* lines and the bar may come from several threads */
 
-static double seconds_now(void) {
+double dt_seconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
@@ -127,6 +127,12 @@ void dt_report(dt_log_level level, const char *format, ...) {
     print_line(level, line);
 }
 
+int dt_report_failure(const dt_error *error, bool setting_up) {
+    dt_report(DT_LOG_ERROR, "%s", error->message);
+    const dt_status s = error->code;
+    return setting_up && (s == DT_ERR_ARGUMENT || s == DT_ERR_CONFIG || s == DT_ERR_IO || s == DT_ERR_LIMIT) ? 2 : 1;
+}
+
 static void draw_bar(const char *line) {
     const size_t n = strlen(line), room = bar_columns() - 1; /* a full line would wrap, and then stay */
     pthread_mutex_lock(&lock);
@@ -142,7 +148,7 @@ void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_
     if (!report.bar) {
         return;
     }
-    const double now = seconds_now();
+    const double now = dt_seconds_now();
     if (report.started == 0) {
         report.started = report.stepped = now;
         report.done_at_start = report.done = done;
@@ -170,7 +176,7 @@ void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_
 }
 
 void dt_report_bar(const char *line) {
-    const double now = seconds_now();
+    const double now = dt_seconds_now();
     if (report.bar && now - report.last >= 0.1) {
         report.last = now;
         draw_bar(line);

@@ -9,11 +9,16 @@
 
 #include "deeptutor.h"
 
+/* A clock that only goes forward. */
+double dt_seconds_now(void);
 /* For --device list: what this build can compute on, to stdout; the exit code. */
 int dt_print_devices(void);
 /* Lines of `level` and above go to stderr; bar: where stderr is a terminal. Becomes the receiver of the library's log. */
 void dt_report_init(dt_log_level level, bool bar);
 void dt_report(dt_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Tells the error; the exit code: 2 where something that the command line names can't be used, which showed before the work; else
+ * 1. */
+int dt_report_failure(const dt_error *error, bool setting_up);
 /* "TLC: on, NAMEmore" and a line for each run of equal layers; eviction NULL: "TLC: off". */
 dt_status dt_report_eviction(const dt_eviction *eviction, const char *more, dt_error *error);
 /* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total <= 0: unknown. Draws at most ten times a second. */

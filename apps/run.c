@@ -49,6 +49,52 @@ uint64_t dt_half_of_memory(void) {
     return pages > 0 && bytes > 0 ? (uint64_t)pages * (uint64_t)bytes / 2 : (uint64_t)2 << 30;
 }
 
+#define LEAST_CONVERSATION 256 /* tokens; a block of the cache */
+
+/* The longest conversation of up to n tokens that fits into `bytes`; 0: none. */
+static int64_t longest_that_fits(const dt_session *session, int64_t n, uint64_t bytes) {
+    int64_t fits = 0;
+    for (int64_t step = n; step > 0; step /= 2) {
+        while (fits + step <= n && dt_session_kv_bound(session, fits + step) <= bytes) {
+            fits += step;
+        }
+    }
+    return fits;
+}
+
+dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *params, const dt_eviction *eviction,
+                                dt_error *error) {
+    dt_session_params plain = *params;
+    dt_group_params group_params = {.n_threads = params->n_threads, .kernel = params->kernel};
+    dt_session *probe = NULL;
+    plain.eviction = eviction;
+    plain.kv_memory = 0; /* how much it would take, whatever there is */
+    dt_status status = dt_group_new(model, &group_params, &plain.group, error);
+    status = status == DT_OK ? dt_session_new(model, &plain, &probe, error) : status;
+    if (status == DT_OK) {
+        dt_session_stats fresh; /* what it takes before its first token is counted beside what it may come to */
+        dt_session_get_stats(probe, &fresh);
+        const uint64_t room = params->kv_memory > fresh.kv_bytes ? params->kv_memory - fresh.kv_bytes : 0;
+        const int64_t context = params->n_ctx > 0 ? params->n_ctx : dt_model_get_info(model)->n_ctx_train;
+        const int64_t least = LEAST_CONVERSATION < context ? LEAST_CONVERSATION : context;
+        const int64_t longest = longest_that_fits(probe, context, room);
+        if (longest < least) {
+            const uint64_t needed = dt_session_kv_bound(probe, least) + fresh.kv_bytes;
+            snprintf(error->message, sizeof error->message,
+                     "%.1f MiB hold no conversation: one of %lld tokens takes %.1f MiB; give at least --kv-memory %lluK",
+                     (double)params->kv_memory / 1048576.0, (long long)least, (double)needed / 1048576.0,
+                     (unsigned long long)(needed + 1023) / 1024);
+            status = error->code = DT_ERR_LIMIT;
+        } else if (longest < context) {
+            dt_report(DT_LOG_WARN, "KV memory: %.1f MiB hold a conversation of %lld tokens, not the context's %lld",
+                      (double)params->kv_memory / 1048576.0, (long long)longest, (long long)context);
+        }
+    }
+    dt_session_free(probe);
+    dt_group_free(plain.group);
+    return status;
+}
+
 /* ---- output ------------------------------------------------------------------------------------- */
 
 static void write_bytes(dt_output *output, const char *bytes, size_t n) {

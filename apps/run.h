@@ -20,6 +20,11 @@ void dt_run_signals(void);
 /* What caches may take where nobody says: half of the machine's memory, in bytes. */
 uint64_t dt_half_of_memory(void);
 
+/* For programs whose conversations share params->kv_memory bytes: refuses a size that holds none worth beginning (DT_ERR_LIMIT with
+ * one that does), and tells how long one can get where that is less than the context. */
+dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *params, const dt_eviction *eviction,
+                                dt_error *error);
+
 typedef struct dt_output {
     char held[4]; /* beginning of a character */
     size_t n_held;

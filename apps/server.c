@@ -177,6 +177,9 @@ static int with_model(const server_options *o, const dt_model *model, const char
         status = probe_context(model, &params.session, eviction, &api.n_ctx, &error);
     }
     if (status == DT_OK) {
+        status = dt_check_cache_memory(model, &params.session, eviction, &error);
+    }
+    if (status == DT_OK) {
         status = dt_scheduler_new(&params, &scheduler, &error);
     }
     char *name = o->alias != NULL ? strdup(o->alias) : name_of(o->shared.model);

@@ -2,6 +2,7 @@
 killed in between. Invariant of every check: a row's text is that of the same prompt given to a batch alone."""
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -73,7 +74,19 @@ def test_bad_rows(model, tmp_path):
         assert word in json.dumps(out[number]["error"]), out[number]
     assert "15 rows done, 11 of them" in log
     before = target.read_bytes()
-    assert "15 done before" in batch(model, source, target) and target.read_bytes() == before
+    again = batch(model, source, target)
+    assert "15 done before, 11 of them refused or failed" in again and "other settings" not in again
+    assert "other settings" in batch(model, source, target, "--cache-eviction") and target.read_bytes() == before
+
+
+def test_memory_that_holds_nothing(model, tmp_path):
+    """Refused before the first row, with a size that works."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"id": 1, "prompt": "Hello"}))
+    log = batch(model, source, target, "--kv-memory", "1K", code=2)
+    least = re.search(r"give at least --kv-memory (\d+K)", log).group(1)
+    log = batch(model, source, target, "--kv-memory", least)
+    assert "1 rows done, 0 of them" in log and "not the context's" in log
 
 
 def test_folder(model, tmp_path):

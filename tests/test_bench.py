@@ -58,6 +58,14 @@ def test_json(model):
     assert on["step_bytes"] < off["step_bytes"]  # an evicted cache is read faster
 
 
+def test_table_fits_a_terminal(model):
+    result = bench("-m", model, "-d", "0,64", "-n", "4", "-p", "16", "-r", "1", "--cache-eviction", "--max-cache-size", str(BUDGET))
+    assert result.returncode == 0, result.stderr
+    rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert len(rows) == 12 and len({len(row) for row in rows}) <= 2  # a header, its ruler, 10 measurements, in columns
+    assert all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout
+
+
 @pytest.mark.parametrize("fill", ["prefill", "synthetic"])
 def test_parallel(model, fill):
     result = bench("-m", model, "-d", "64", "-n", "4", "-r", "2", "--parallel", "3", "--fill", fill, "--cache-eviction",

@@ -5,6 +5,7 @@ DT_EVAL, DT_MAIN and DT_MAKE_MODEL name the programs; DT_TEST_MODEL the real mod
 import json
 import math
 import os
+import re
 import subprocess
 
 import pytest
@@ -159,6 +160,29 @@ def test_long_past_the_context(tiny, tmp_path):
     failed = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "60000", "--policy", "local_window",
                  "--max-cache-size", "48")
     assert failed.returncode == 2 and "give fewer --times" in failed.stderr
+
+
+def test_advice_fits(tiny, tmp_path):
+    """A text that is too short for the pieces: the numbers that the refusal names work, and a context that is too long is not answered
+    with fewer pieces."""
+    text = tmp_path / "t.txt"
+    text.write_text(open(TEXT).read()[:1500])
+    common = ["-m", tiny, "-f", str(text), "--max-cache-size", "48", "--policy", "importance_score"]
+    for command in (["kld", "--continuation", "16"], ["calibrate", "-o", str(tmp_path / "c.json")]):
+        refused = run(*command, *common, "--context", "200", "--chunks", "4000")
+        n = re.search(r"give fewer --chunks, (\d+)$", refused.stderr.strip()).group(1)
+        assert refused.returncode == 2 and int(n) > 0
+        assert run(*command, *common, "--context", "200", "--chunks", n).returncode == 0
+        refused = run(*command, *common, "--context", "90000")
+        chunks, context = re.search(r"--chunks (\d+) --context (\d+)$", refused.stderr.strip()).groups()
+        assert refused.returncode == 2 and chunks == "1" and 1000 < int(context) < 90000
+    refused = run("long", *common, "--context", "90000")
+    assert refused.returncode == 2 and "smaller --context" in refused.stderr
+
+
+def test_unknown_command(tiny):
+    failed = run("perplexity", "-m", tiny)
+    assert failed.returncode == 2 and failed.stdout == "" and "there is no command 'perplexity'" in failed.stderr.splitlines()[-1]
 
 
 @needs_real

@@ -34,9 +34,9 @@ STATS_FIELDS = {
 }
 
 
-def run(*args, stdin=None, env=None, timeout=120):
+def run(*args, stdin=None, env=None, timeout=120, cwd=None):
     """Runs the program; a bytes `stdin` is piped in."""
-    return subprocess.run([MAIN, *args], input=stdin, stdin=subprocess.DEVNULL if stdin is None else None, capture_output=True,
+    return subprocess.run([MAIN, *args], cwd=cwd, input=stdin, stdin=subprocess.DEVNULL if stdin is None else None, capture_output=True,
                           timeout=timeout, env=dict(os.environ, **(env or {})))
 
 
@@ -90,6 +90,12 @@ def test_help_and_version():
     (["--temp", "nan"], "--temp needs a number"),
     (["--kv-type", "q8"], "f16|int8"),
     (["--cache-evictoin"], "did you mean --cache-eviction"),
+    (["--keep", "4"], "--keep: the first tokens stay"),
+    (["-ctk", "q8_0"], "--kv-type"),
+    (["-md", "d.gguf"], "--draft-model FILE"),
+    (["--mirostat", "2"], "--temp, --top-k"),
+    (["--prompt-cache=c.bin"], "--session FILE"),
+    (["-hf", "x/y"], "nothing is fetched"),
     (["--nonsense-flag"], "no flag --nonsense-flag; --help lists all"),
     (["--prefill", "streaming"], "need --cache-eviction"),
     (["--stats-json", "-"], "needs a file"),
@@ -179,6 +185,49 @@ def test_bad_models(tmp_path):
     }.items():
         assert_fails(run("-m", str(tmp_path / name), *arguments), 1, *fragments)
         assert not stats.exists()
+
+
+def test_page_on_llama_cpp_flags():
+    """What docs/troubleshooting.md says of them is what the program does."""
+    page = open(os.path.join(os.path.dirname(__file__), "..", "docs", "troubleshooting.md")).read()
+    rows = [row.strip("| ").split(" | ") for row in page.split("A flag of llama.cpp's")[1].split("\n\n")[0].splitlines()[3:]]
+    assert len(rows) >= 10
+    for there, here in rows:
+        for flag in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", there):
+            error = run(flag, "1").stderr.decode()
+            if here.startswith("refused") or re.match("`-|`sink", here):
+                assert f"there is no flag {flag}: " in error, error
+                hints = re.findall(r"--?[a-z-]+|sink_tokens", here)
+                assert here.startswith("refused") or any(hint in error for hint in hints), error
+            else:
+                assert "there is no flag" not in error, error
+
+
+@needs_model
+def test_llama_cpp_flags_that_change_nothing():
+    """Told, unless the log is off, and the text is the same; a value belongs to its flag, the next flag doesn't."""
+    plain = run_model("-p", "The capital of France is", "-n", "4", "--temp", "0")
+    for flags in (("-fa", "on"), ("-fa",), ("--flash_attn=off",), ("-ub", "64"), ("--no-mmap", "--mlock", "--no-warmup", "--jinja")):
+        same = run_model(*flags, "-p", "The capital of France is", "-n", "4", "--temp", "0")
+        assert same.returncode == 0 and same.stdout == plain.stdout, same.stderr
+        assert same.stderr.count(b" is not needed: ") == len([flag for flag in flags if flag[0] == "-"])
+        quiet = run_model(*flags, "-p", "x", "-n", "1", "--log-level", "warn")
+        assert quiet.returncode == 0 and quiet.stderr == b""
+    assert b"-ngl changes nothing without --device" in run_model("-ngl", "99", "-p", "x", "-n", "1").stderr
+
+
+@needs_model
+def test_lines_fit_a_terminal(tmp_path):
+    config = tmp_path / "e.json"
+    config.write_text('{"0-9": {"policy": "importance_score", "max_cache_size": 40960, "min_cache_size": 10240, "score": "reconstruct"}, '
+                      '"10-": {"policy": "local_window", "max_cache_size": 16}}')
+    for flags in (("--cache-eviction", "--eviction-config", "e.json"), ("--cache-eviction", "--max-cache-size", "64"),
+                  ("--kv-memory", "6M", "--session", "s.bin"), ("-ngl", "9")):
+        log = run_model("-p", "word " * 200, "-n", "4", *flags, cwd=tmp_path).stderr.decode()
+        assert "KV memory" in log, log
+        for line in log.splitlines():  # but for the line of fixed fields
+            fields = re.fullmatch(r"TLC: layers \S+ +\w+  max \d+  min \d+  sinks 4  recent \d+  slots \d+", line)
+            assert len(line) <= 80 or fields, line
 
 
 @needs_model

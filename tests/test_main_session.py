@@ -53,6 +53,38 @@ def test_reuse(tmp_path):
 
 
 @needs_model
+@pytest.mark.parametrize("flags", [(), ("--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16")])
+def test_goes_on_without_its_text(tmp_path, flags):
+    """Parts of a text are the text: what was written last is in the file too. No cache was planned too small for what is loaded."""
+    session = ("--session", str(tmp_path / "s.bin"))
+    greedy = ("--temp", "0", "--ignore-eos", "--kernel", "reference", *flags)
+    whole = run_model("-p", TEXT, "-n", "24", *greedy).stdout
+    parts = run_model("-p", TEXT, "-n", "9", *session, *greedy).stdout[:-1]
+    for n in (1, 14):
+        log, stats = run_stats(tmp_path, "-n", str(n), *session, *greedy)
+        parts += log.stdout[:-1]
+        most = float(re.search(rb"KV memory: at most ([0-9.]+) MiB", log.stderr).group(1))
+        assert stats["kv_bytes_peak"] <= (most + 0.1) * (1 << 20)
+        assert stats["prompt_tokens"] == stats["reused_tokens"]
+    assert parts == whole[:-1]
+    said = run_model("-p", TEXT + " Rome, and that of Spain is", "-n", "8", *greedy).stdout
+    assert run_model("-p", TEXT, "-n", "0", "--session", str(tmp_path / "a.bin"), *greedy).returncode == 0
+    log, stats = run_stats(tmp_path, "-p", " Rome, and that of Spain is", "--append", "--session", str(tmp_path / "a.bin"), "-n", "8", *greedy)
+    assert log.stdout == said and stats["prompt_tokens"] - stats["reused_tokens"] < 9
+    # a block of 256 tokens of each lane takes 5.7 MiB, scores some more
+    assert run_model("-n", "2", *session, "--kv-memory", "8M", *greedy).returncode == 0
+    assert_fails(run_model("-n", "2", *session, "--kv-memory", "4M", *greedy), 2, "give a larger --kv-memory")
+
+
+@needs_model
+def test_nothing_to_go_on_from(tmp_path):
+    assert_fails(run_model("-n", "2", "--session", str(tmp_path / "none.bin")), 2, "isn't there yet")
+    assert_fails(run_model("-n", "2", "--append", "-p", "x"), 2, "--session FILE")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    assert_fails(run_model("-n", "2", "--session", str(tmp_path / "empty.bin")), 2, "is empty")
+
+
+@needs_model
 def test_seeds(tmp_path):
     """A given seed reproduces a run of the same kind, without one runs differ, and the seed of the log is the one used."""
     session = tmp_path / "s.bin"

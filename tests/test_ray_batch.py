@@ -52,7 +52,7 @@ def test_two_workers(tmp_path):
     alone = {row["line"]: row for row in alone}
     for row in ray:
         other = alone[row["line"]]
-        assert set(row) == set(other) and bool(row["error"] if "error" in row else None) == bool(other.get("error")), (row, other)
+        assert set(row) | {"settings"} == set(other) and bool(row["error"] if "error" in row else None) == bool(other.get("error")), (row, other)
         if row.get("response"):
             assert row["custom_id"] == other["custom_id"]
             assert row["response"]["body"]["choices"][0]["message"] == other["response"]["body"]["choices"][0]["message"]

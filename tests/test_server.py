@@ -4,6 +4,7 @@ import http.client
 import json
 import math
 import os
+import re
 import signal
 import socket
 import struct
@@ -478,3 +479,18 @@ def test_bad_usage(model, flags, word):
     result = subprocess.run([SERVER, "-m", model, *flags], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: ") and word in result.stderr
     assert result.stdout == ""
+
+
+# ---- starting ----
+
+def test_memory_that_holds_nothing(model, tmp_path):
+    """A server that would refuse everything doesn't start; the size that it names serves a short text, and the log tells how long one
+    may get."""
+    def start(size):
+        return [SERVER, "-m", model, "--port", "0", "-t", "1", *FLAGS, "--kv-memory", size]
+    refused = subprocess.run(start("1K"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "hold no conversation" in refused.stderr
+    least = re.search(r"give at least --kv-memory (\d+K)", refused.stderr).group(1)
+    with serving(model, tmp_path, *FLAGS, "--kv-memory", least) as s:
+        longest = int(re.search(rb"hold a conversation of (\d+) tokens, not", open(s.log_path, "rb").read()).group(1))
+        assert s.complete(prompt=[5] * (longest - 4), max_tokens=4)["usage"]["completion_tokens"] == 4

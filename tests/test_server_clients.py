@@ -3,6 +3,7 @@ small model where it is there, so that what they get can be judged."""
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,3 +104,14 @@ def test_curl(server):
     result = subprocess.run(["bash", script, f"http://127.0.0.1:{server.port}", "Name the capital of France."], capture_output=True,
                             text=True, timeout=120)
     assert result.returncode == 0 and "Paris" in result.stdout, result.stderr
+
+
+def test_examples_chat(server):
+    """examples/chat_openai.py: the second turn finds the first one's cache."""
+    pytest.importorskip("openai")
+    script = os.path.join(os.path.dirname(TEXT), "chat_openai.py")
+    result = subprocess.run([sys.executable, script, f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, timeout=300,
+                            input="What is the capital of France?\nAnd of Italy?\n")
+    turns = re.findall(r"^\[(\d+) tokens read, (\d+) of them cached\]$", result.stdout, re.M)
+    assert result.returncode == 0 and "Paris" in result.stdout and len(turns) == 2, result.stderr
+    assert int(turns[1][1]) >= int(turns[0][0]) - 1

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 from tqdm import tqdm
@@ -26,13 +27,15 @@ QUANTIZED_BITS = {"Q2_K": 3.4, "Q3_K": 4.4, "Q4_0": 4.7, "Q4_1": 5.2, "Q4_K": 5.
 
 HELP = """Converts a Hugging Face folder to one GGUF file, offline.
 
-Reads safetensors or pytorch_model*.bin (without running what a .bin may contain), config.json and the tokenizer's files. GPTQ and
-AWQ checkpoints are repacked, not quantized again. Families: {}."""
+{}"""
+MORE_HELP = """Reads safetensors or pytorch_model*.bin (without running what a .bin may contain), config.json and the tokenizer's
+files. GPTQ and AWQ checkpoints are repacked, not quantized again. Families: {}."""
 
 
 def parse_arguments(args):
+    more = " ".join(MORE_HELP.format(", ".join(family.architecture for family in FAMILIES)).split())
     parser = argparse.ArgumentParser("convert.py", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description=HELP.format(", ".join(family.architecture for family in FAMILIES)))
+                                     description=HELP.format(textwrap.fill(more, 79)))
     parser.add_argument("--pytorch_model_path", "--model_path", metavar="DIR", required=True, type=pathlib.Path,
                         help="the Hugging Face folder")
     parser.add_argument("--model_name", metavar="NAME", help="the model's name or family, such as chatglm2-6b; config.json "

@@ -1,0 +1,103 @@
+/*
+ * llama.cpp's flags that are not ours. See options_foreign.h.
+ */
+#include "options_foreign.h"
+
+#include <stddef.h>
+#include <string.h>
+
+static const dt_foreign_flag flags[] = {
+    /* accepted */
+    {"-fa, --flash-attn", DT_FOREIGN_SWITCH, true, "attention is always computed in one pass here"},
+    {"-ub, --ubatch-size", DT_FOREIGN_VALUE, true, "--batch-size alone says how many tokens are read at a time"},
+    {"--mmap, --no-mmap, --mlock", DT_FOREIGN_NONE, true, "weights are always mapped, and stay in memory as the system sees fit"},
+    {"--warmup, --no-warmup", DT_FOREIGN_NONE, true, "there is no warm-up run to have or to leave out"},
+    {"--jinja", DT_FOREIGN_NONE, true, "chat templates are always Jinja"},
+    {"--no-context-shift", DT_FOREIGN_NONE, true, "a context is never shifted"},
+    {"-cb, --cont-batching", DT_FOREIGN_NONE, true, "requests always share batches"},
+    {"--metrics", DT_FOREIGN_NONE, true, "the server's /metrics is always there"},
+    {"--perf, --no-perf", DT_FOREIGN_NONE, true, "timings are always told; --log-level warn keeps them away"},
+    {"-co, --color, --simple-io", DT_FOREIGN_NONE, true, "text is always plain"},
+    /* cache */
+    {"--keep", DT_FOREIGN_VALUE, false, "the first tokens stay under eviction; how many is sink_tokens of an --eviction-config"},
+    {"--context-shift", DT_FOREIGN_NONE, false,
+     "a full context isn't shifted; --cache-eviction --prefill streaming keeps within it"},
+    {"-ctk, --cache-type-k, -ctv, --cache-type-v", DT_FOREIGN_VALUE, false, "--kv-type f16 or int8 sets keys and values"},
+    {"-nkvo, --no-kv-offload", DT_FOREIGN_NONE, false,
+     "a layer's cache lies where the layer runs; a smaller -ngl keeps more of it here"},
+    {"--prompt-cache, --slot-save-path", DT_FOREIGN_VALUE, false,
+     "main --session FILE keeps a conversation, deeptutor-server --session-dir FOLDER all of them"},
+    {"--prompt-cache-all, --prompt-cache-ro", DT_FOREIGN_NONE, false,
+     "--session FILE keeps a conversation, and always saves it at the end"},
+    /* drafts */
+    {"-md, --model-draft, --spec-draft-model", DT_FOREIGN_VALUE, false, "--draft-model FILE names the model that guesses"},
+    {"--draft, --draft-n, --spec-draft-n-max", DT_FOREIGN_VALUE, false, "--draft-max N says how many tokens are guessed at once"},
+    /* text */
+    {"-i, --interactive, -if, --interactive-first, -cml, --chatml", DT_FOREIGN_NONE, false,
+     "-cnv chats, with the model's own template"},
+    {"-st, --single-turn", DT_FOREIGN_NONE, false, "-cnv ends where its input ends: echo QUESTION | ... -cnv"},
+    {"-r, --reverse-prompt, --in-prefix, --in-suffix", DT_FOREIGN_VALUE, false,
+     "-cnv ends turns by the model's template; there are no stop words here"},
+    {"-bf, --binary-file", DT_FOREIGN_VALUE, false, "-f FILE reads a prompt as it is"},
+    {"-sysf, --system-prompt-file", DT_FOREIGN_VALUE, false, "write -sys \"$(cat FILE)\""},
+    {"--chat-template-file", DT_FOREIGN_VALUE, false, "write --chat-template \"$(cat FILE)\""},
+    {"-jf, --json-schema-file", DT_FOREIGN_VALUE, false, "write --json-schema \"$(cat FILE)\""},
+    {"-sp, --special", DT_FOREIGN_NONE, false, "special tokens are never shown as text"},
+    {"--no-jinja", DT_FOREIGN_NONE, false, "chat templates are always Jinja; --chat-template NAME takes a built-in one"},
+    /* sampling */
+    {"--repeat-last-n", DT_FOREIGN_VALUE, false, "--repeat-penalty looks at the last 64 tokens, always"},
+    {"--presence-penalty, --frequency-penalty, --typical, --typical-p, --top-nsigma, --xtc-probability, --xtc-threshold, "
+     "--mirostat, "
+     "--mirostat-lr, --mirostat-ent, --dynatemp-range, --dynatemp-exp, --dry-multiplier, --samplers, --sampler-seq, -l, "
+     "--logit-bias",
+     DT_FOREIGN_VALUE, false, "sampling has --temp, --top-k, --top-p, --min-p and --repeat-penalty"},
+    /* model */
+    {"-hf, -hfr, --hf-repo, -mu, --model-url", DT_FOREIGN_VALUE, false,
+     "nothing is fetched here; give a file with -m, or make one with convert.py"},
+    {"--lora, --lora-scaled, --control-vector", DT_FOREIGN_VALUE, false, "merge adapters into the model before converting it"},
+    {"--mmproj", DT_FOREIGN_VALUE, false, "images are not supported"},
+    {"--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale, --yarn-ext-factor, --yarn-orig-ctx, --override-kv",
+     DT_FOREIGN_VALUE, false, "positions are scaled as the model's file says"},
+    /* machine */
+    {"-sm, --split-mode, -ts, --tensor-split, -mg, --main-gpu", DT_FOREIGN_VALUE, false,
+     "--device NAME,NAME shares the layers evenly among devices"},
+    {"-dev", DT_FOREIGN_VALUE, false, "--device NAME says where layers run"},
+    {"-C, --cpu-mask, -Cr, --cpu-range, --numa, --prio, --poll", DT_FOREIGN_VALUE, false,
+     "taskset, numactl and nice place a process"},
+    /* log, server */
+    {"-v, --verbose, --log-verbose", DT_FOREIGN_NONE, false, "--log-level debug tells more"},
+    {"-lv, --verbosity, --log-verbosity", DT_FOREIGN_VALUE, false, "--log-level error, warn, info or debug says how much is told"},
+    {"--log-disable", DT_FOREIGN_NONE, false, "--log-level error tells errors only"},
+    {"--embedding, --embeddings, --rerank, --reranking", DT_FOREIGN_NONE, false, "there is text generation only"},
+    {"-to, --timeout, --threads-http, --ssl-key-file, --ssl-cert-file, --path", DT_FOREIGN_VALUE, false,
+     "put a proxy such as nginx before the server for that"},
+};
+
+static bool lists(const char *names, const char *name) {
+    const size_t n = strlen(name);
+    for (const char *at = names; (at = strstr(at, name)) != NULL; at += n) {
+        if ((at == names || at[-1] == ' ') && (at[n] == ',' || at[n] == 0)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+const dt_foreign_flag *dt_find_foreign_flag(const char *name) {
+    for (size_t i = 0; name[0] == '-' && name[1] != 0 && i < sizeof flags / sizeof flags[0]; i++) {
+        if (lists(flags[i].names, name)) {
+            return &flags[i];
+        }
+    }
+    return NULL;
+}
+
+bool dt_is_switch_word(const char *word) {
+    static const char *const words[] = {"on", "off", "auto", "0", "1"};
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        if (strcmp(words[i], word) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
