@@ -3,6 +3,7 @@
 DT_LIBRARY=FILE takes a library that is there already. What is not code lies in pyproject.toml.
 """
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,5 +42,10 @@ class Binary(Distribution):
         return True
 
 
+def version():
+    with open(os.path.join(HERE, "include", "deeptutor.h")) as header:
+        return re.search(r'#define DT_VERSION "(.*)"', header.read()).group(1)
+
+
 # setuptools would use build/, which is CMake's
-setup(cmdclass={"build_py": BuildWithLibrary}, distclass=Binary, options={"build": {"build_base": "build-shared/python"}})
+setup(version=version(), cmdclass={"build_py": BuildWithLibrary}, distclass=Binary, options={"build": {"build_base": "build-shared/python"}})

@@ -1,5 +1,6 @@
-# cmake --install: the programs (./main as `deeptutor`), and with -DDT_SHARED=ON the library for other programs: libdeeptutor, which
-# holds ggml and libllama inside and exports the functions of deeptutor.h only, that header, deeptutor.pc and a CMake package.
+# cmake --install: the programs (./main as `deeptutor`) with pages for man and completion for shells, documents, examples, licences,
+# and with -DDT_SHARED=ON the library for other programs: libdeeptutor, which holds ggml and libllama inside and exports the
+# functions of deeptutor.h only, that header, deeptutor.pc and a CMake package.
 include(GNUInstallDirs)
 
 foreach(entry IN LISTS DT_PROGRAMS_HERE)
@@ -11,6 +12,31 @@ foreach(entry IN LISTS DT_PROGRAMS_HERE)
     endif()
 endforeach()
 
+install(FILES README.md README.zh.md CHANGELOG.md deps/sbom.cdx.json DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+install(DIRECTORY docs examples DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+
+# What is linked into the programs has licences of its own, which must go where they go.
+set(licences "${CMAKE_CURRENT_SOURCE_DIR}/LICENSE")
+if(NOT DT_SYSTEM_LLAMA)
+    file(GLOB vendored "${DT_LLAMA_FOLDER}/licenses/LICENSE-*")
+    list(APPEND licences "${DT_LLAMA_FOLDER}/LICENSE" ${vendored})
+endif()
+set(copyright "DeepTutor ${PROJECT_VERSION} and what is linked into its programs and library; deps/README.md says what comes from where.\n")
+foreach(file IN LISTS licences)
+    file(READ "${file}" text)
+    string(REPLACE "${DT_LLAMA_FOLDER}/" "llama.cpp: " name "${file}")
+    string(REPLACE "${CMAKE_CURRENT_SOURCE_DIR}/" "" name "${name}")
+    string(APPEND copyright "\n==== ${name} ====\n${text}")
+endforeach()
+if(NOT DT_SYSTEM_LLAMA) # one file of ggml has other owners
+    file(READ "${DT_LLAMA_FOLDER}/ggml/src/ggml-cpu/llamafile/sgemm.cpp" text LIMIT 4096)
+    string(REGEX MATCH "^(//[^\n]*\n)+" text "${text}")
+    string(REGEX REPLACE "(^|\n)// ?" "\\1" text "${text}")
+    string(APPEND copyright "\n==== llama.cpp: ggml/src/ggml-cpu/llamafile/sgemm.cpp ====\n${text}")
+endif()
+file(WRITE "${CMAKE_BINARY_DIR}/copyright" "${copyright}")
+install(FILES "${CMAKE_BINARY_DIR}/copyright" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+
 if(DT_SHARED)
     # Functions are declared at the beginning of a line of the header.
     file(STRINGS include/deeptutor.h declarations REGEX "^[a-z].*[ *]dt_[a-z0-9_]+\\(")
@@ -20,7 +46,6 @@ if(DT_SHARED)
             list(APPEND exported "${CMAKE_MATCH_1}")
         endif()
     endforeach()
-    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS include/deeptutor.h)
 
     add_library(deeptutor_shared SHARED $<TARGET_OBJECTS:deeptutor>)
     set_target_properties(deeptutor_shared PROPERTIES OUTPUT_NAME deeptutor EXPORT_NAME deeptutor LINKER_LANGUAGE CXX

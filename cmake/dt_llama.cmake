@@ -1,6 +1,6 @@
 # ggml, libllama and the few sources of llama.cpp's `common` that we need: found, fetched, built.
 #
-# dt_add_llama() makes the target dt_llama and sets DT_HAVE_LLAMA_COMMON to 1 or 0. Three ways, in this order:
+# dt_add_llama() makes the target dt_llama, sets DT_HAVE_LLAMA_COMMON to 1 or 0 and DT_LLAMA_FOLDER to the source's folder. Three ways, in this order:
 #   DT_SYSTEM_LLAMA=ON    an installed ggml and llama; `common` is not installed anywhere, so there chat templates are limited to
 #                         llama_chat_apply_template's list and JSON schemas are refused
 #   DT_LLAMA_SOURCE=DIR   an unpacked llama.cpp
@@ -169,6 +169,7 @@ function(dt_add_llama)
         return()
     endif()
     dt_llama_source(source)
+    set(DT_LLAMA_FOLDER "${source}" PARENT_SCOPE)
     dt_build_llama("${source}")
     target_link_libraries(dt_llama INTERFACE dt_llama_common llama ggml)
     set(DT_HAVE_LLAMA_COMMON 1 PARENT_SCOPE)

@@ -1,0 +1,105 @@
+"""Manual pages and shell completion: every flag of --help is there, and nothing else; the shells take them.
+
+They are made when the programs are built, so what is checked is that what lies in the build's folder is what --help says now.
+"""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAMS = {"deeptutor": "DT_MAIN", "deeptutor-bench": "DT_BENCH", "deeptutor-eval": "DT_EVAL", "deeptutor-quantize": "DT_QUANTIZE",
+            "deeptutor-server": "DT_SERVER", "deeptutor-batch": "DT_BATCH"}
+COMMANDS = ("kld", "needle", "calibrate", "long", "ab")
+here = [name for name, variable in PROGRAMS.items() if os.access(os.environ.get(variable, ""), os.X_OK)]
+
+pytestmark = pytest.mark.skipif(not here, reason="DT_MAIN and the others name no programs")
+
+
+def program(name):
+    return os.environ[PROGRAMS[name]]
+
+
+def help_texts(name):
+    commands = [()] + [(word,) for word in COMMANDS if name == "deeptutor-eval"]
+    return [subprocess.run([program(name), *words, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+            for words in commands]
+
+
+def flags_in(text):
+    """Flags that begin a line, as in --help."""
+    return {flag for line in re.findall(r"^  (-\S.*?)(?:  |$)", text, re.M) for flag in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("manual")
+    for name in here:
+        subprocess.run([sys.executable, str(ROOT / "python/manual.py"), name, program(name), str(folder)], check=True, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("name", here)
+def test_help_fits_a_terminal(name):
+    for text in help_texts(name):
+        for line in text.splitlines():
+            assert len(line.replace(program(name), name)) <= 80 and line == line.rstrip(), line
+
+
+@pytest.mark.parametrize("name", here)
+def test_every_flag_is_there(made, name):
+    flags = set().union(*(flags_in(text) for text in help_texts(name)))
+    assert len(flags) >= 6 and "--help" in flags
+    page = (made / "man" / f"{name}.1").read_text()
+    in_page = {flag.replace("\\-", "-") for line in re.findall(r"\n\.TP\n(\\fB.*)", page) for flag in re.findall(r"\\fB(\S+?)\\fR", line)}
+    assert in_page == flags
+    zsh = (made / "zsh" / f"_{name}").read_text()
+    assert {flag for flag in flags if f"'{flag}[" in zsh or re.search(rf"[{{,]{flag}[,}}]", zsh)} == flags
+    for choice in re.findall(r"\|([a-z0-9_]+)", " ".join(help_texts(name)[0].split("usage")[-1].splitlines()[1:])):
+        assert choice in page and choice in zsh, choice
+
+
+@pytest.mark.parametrize("name", here)
+def test_bash_completes(made, name):
+    def complete(*words):
+        function = "_" + name.replace("-", "_")
+        script = (f'source "$1"; COMP_WORDS=("${{@:2}}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); {function}; '
+                  'printf "%s\\n" "${COMPREPLY[@]}"')
+        result = subprocess.run(["bash", "-c", script, "bash", str(made / "bash" / name), name, *words], capture_output=True, text=True,
+                                timeout=30)
+        assert result.returncode == 0 and result.stderr == "", result.stderr
+        return result.stdout.split()
+
+    flags = set().union(*(flags_in(text) for text in help_texts(name)))
+    assert set(complete("x", "-")) == flags
+    assert set(complete("x", "--ver")) == {"--version"}
+    if name != "deeptutor-quantize":
+        assert complete("x", "--kv-type", "") == ["f16", "int8"] and complete("x", "--kv-type", "i") == ["int8"]
+        assert "amx_bf16" in complete("x", "--kernel", "") and "ggml_matmul" in complete("x", "--kernel", "g")
+        assert complete("x", "-m", "") == []  # names of files, which bash adds
+    if name == "deeptutor-eval":
+        assert set(complete("")) == {*COMMANDS, "--help", "--version"}
+
+
+@pytest.mark.parametrize("name", here)
+def test_readers_take_them(made, name):
+    checks = {"mandoc": ["-T", "lint", "-W", "error", str(made / "man" / f"{name}.1")],
+              "zsh": ["-n", str(made / "zsh" / f"_{name}")], "bash": ["-n", str(made / "bash" / name)]}
+    for tool, arguments in checks.items():
+        if shutil.which(tool):
+            result = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60)
+            assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", here)
+def test_the_build_made_them(made, name):
+    """What lies in the build's folder, which is what is installed."""
+    folder = pathlib.Path(program(name)).resolve().parent.parent / "manual"
+    if not folder.is_dir():
+        pytest.skip("the build makes no manual pages here")
+    for path in ("man/" + name + ".1", "bash/" + name, "zsh/_" + name):
+        assert (folder / path).read_text() == (made / path).read_text(), path
