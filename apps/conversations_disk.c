@@ -2,9 +2,9 @@
  * Conversations on disk: for each a session file (docs/session-format.md) and an index beside it, JSON, with what is needed to find
  * it by text and by tokens without reading the cache.
  *
- * Invariants: the session file is written first and whole, then the index; what is loaded is compared with its index, and what
- * doesn't fit is dropped. Only files named as below are touched. One process uses a folder at a time. The files can be read by
- * their owner only.
+ * Invariants: the session file is written first and whole, then the index, so an index may be of an earlier turn than its session;
+ * what is loaded is compared with its index, and what doesn't fit is dropped. Only files named as below are touched. One process
+ * uses a folder at a time. The files can be read by their owner only.
  */
 #define _DEFAULT_SOURCE /* flock, strdup */
 #include "conversations_internal.h"
@@ -366,7 +366,7 @@ void dt_conversations_stop_saver(dt_conversations *all) {
     }
 }
 
-dt_status dt_conversations_load(dt_conversations *all, const dt_conversation *c, dt_session *session, dt_error *error) {
+dt_status dt_conversations_load(dt_conversations *all, dt_conversation *c, dt_session *session, dt_error *error) {
     char path[PATH_BYTES];
     if (!path_of(all, c->id, ".session", path)) {
         return dt_conversations_fail(error, DT_ERR_IO, "its path is too long");
@@ -378,8 +378,12 @@ dt_status dt_conversations_load(dt_conversations *all, const dt_conversation *c,
     size_t n = 0;
     const int32_t *tokens = dt_session_tokens(session, &n);
     const size_t common = n < c->n_tokens ? n : c->n_tokens;
-    if (n != c->n_saved || memcmp(tokens, c->tokens, common * sizeof *tokens) != 0) {
+    if (memcmp(tokens, c->tokens, common * sizeof *tokens) != 0) {
         return dt_conversations_fail(error, DT_ERR_FORMAT, "its index names other tokens");
+    }
+    if (n != c->n_saved) { /* a process was killed between writing the session and its index: as good, until it is written again */
+        c->n_saved = 0;
+        c->n_computed = n;
     }
     return DT_OK;
 }

@@ -66,7 +66,7 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error);
  * waited for. False: it couldn't be. */
 bool dt_conversations_save(dt_conversations *all, dt_conversation *c);
 /* Puts what the file holds into `session`. */
-dt_status dt_conversations_load(dt_conversations *all, const dt_conversation *c, dt_session *session, dt_error *error);
+dt_status dt_conversations_load(dt_conversations *all, dt_conversation *c, dt_session *session, dt_error *error);
 void dt_conversations_delete_files(dt_conversations *all, dt_conversation *c);
 /* Waits, with the lock released, while the saver has this one. */
 void dt_conversations_wait_saved(dt_conversations *all, const dt_conversation *c);

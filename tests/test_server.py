@@ -482,6 +482,28 @@ def test_disk_ceiling(model, tmp_path):
         assert m['deeptutor_conversation_starts_total{from="disk"}'] > 0 and m["deeptutor_conversations_dropped_total"] > 0, m
 
 
+def test_index_of_an_earlier_turn(model, tmp_path):
+    """What a kill between writing a session and its index leaves: the turn can be asked again, from the cache."""
+    folder = tmp_path / "sessions"
+    flags = (*FLAGS, "--session-dir", str(folder))
+    prompt = "A conversation. " + WORDS * 6
+    with serving(model, tmp_path, *flags) as server:
+        text = text_of(server.complete(prompt=prompt, max_tokens=10))
+    (index,) = folder.glob("*.json")
+    earlier = index.read_bytes()
+    again = prompt + text + " and then"
+    with serving(model, tmp_path, *flags) as server:
+        expected = text_of(server.complete(prompt=again, max_tokens=30))
+    assert [p.name for p in folder.glob("*.json")] == [index.name] and index.read_bytes() != earlier
+    index.write_bytes(earlier)
+    with serving(model, tmp_path, *flags) as server:
+        for more in ("", ", once more"):
+            answer = server.complete(prompt=again + more, max_tokens=30)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 400, answer["usage"]
+            assert more or text_of(answer) == expected
+    assert b"can't be used" not in (tmp_path / "server.log").read_bytes()
+
+
 def test_stop(model, tmp_path):
     """SIGTERM: running replies end, waiting ones are refused, idle conversations are saved, exit 0."""
     server = Server(model, *FLAGS, "-np", "1", "--session-dir", str(tmp_path / "s"), log=str(tmp_path / "log"))
