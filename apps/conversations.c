@@ -10,7 +10,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#define REUSE_MIN 8 /* a shorter beginning is not worth a fork */
+#define REUSE_MIN 16      /* a shorter beginning is not worth a fork */
+#define LOAD_SHARE_MIN 16 /* nor is less than 1/16 of what lies on disk worth reading all of it */
 #define ENTRIES_MAX 4096
 
 dt_status dt_conversations_fail(dt_error *error, dt_status code, const char *format, ...) {
@@ -226,7 +227,7 @@ static size_t usable_tokens(const dt_conversation *c, const dt_job *job, bool *o
         same -= same == job->n_tokens && same > 0 ? 1 : 0; /* the last token's logits have to be computed */
         same = same >= c->whole_from ? same : 0;
     }
-    return same >= REUSE_MIN ? same : 0;
+    return same >= REUSE_MIN && (c->session != NULL || same >= n / LOAD_SHARE_MIN) ? same : 0;
 }
 
 static dt_conversation *find_best(const dt_conversations *all, const dt_job *job, bool *out_all) {
@@ -366,7 +367,13 @@ static dt_status branch(dt_conversations *all, dt_conversation *source, bool who
         dt_session_free(session);
         return status;
     }
-    if (load && dt_conversations_load(all, source, session, &why) != DT_OK) {
+    const dt_status loaded = load ? dt_conversations_load(all, source, session, &why) : DT_OK;
+    if (loaded == DT_ERR_MEMORY && any_in_use(all)) {
+        dt_session_free(session);
+        *error = why;
+        return loaded;
+    }
+    if (loaded != DT_OK) {
         dt_report(DT_LOG_WARN, "a conversation on disk can't be used and is dropped: %s", why.message);
         dt_conversations_delete_files(all, source);
         dt_conversations_remove(all, source);
