@@ -13,6 +13,7 @@
 #define REUSE_MIN 16      /* a shorter beginning is not worth a fork */
 #define LOAD_SHARE_MIN 16 /* nor is less than 1/16 of what lies on disk worth reading all of it */
 #define ENTRIES_MAX 4096
+#define AWAITED_USES 4096 /* so many uses of conversations later, a request that was waiting is gone */
 
 dt_status dt_conversations_fail(dt_error *error, dt_status code, const char *format, ...) {
     va_list arguments;
@@ -104,7 +105,7 @@ void dt_conversations_free(dt_conversations *all, bool save) {
         return;
     }
     dt_conversations_stop_saver(all);
-    for (dt_conversation *c; save && all->folder != NULL && (c = dt_conversations_oldest_idle(all, NULL, true)) != NULL;) {
+    for (dt_conversation *c; save && all->folder != NULL && (c = dt_conversations_next_to_go(all, NULL, true)) != NULL;) {
         dt_conversations_save(all, c);
     }
     while (all->n > 0) {
@@ -155,17 +156,25 @@ static uint64_t promised_bytes(const dt_conversations *all) {
     return bytes;
 }
 
-dt_conversation *dt_conversations_oldest_idle(const dt_conversations *all, const dt_conversation *except, bool unsaved_only) {
-    dt_conversation *oldest = NULL;
+/* Whether `a` leaves memory before `b`: the least recently used first, those last that a request waits for. Of these, which come to
+ * their turn one after the other, the one whose request came last, for the first would be needed at once. */
+static bool goes_before(const dt_conversations *all, const dt_conversation *a, const dt_conversation *b) {
+    const bool a_waits = a->awaited && all->clock - a->last_used < AWAITED_USES;
+    const bool b_waits = b->awaited && all->clock - b->last_used < AWAITED_USES;
+    return a_waits != b_waits ? b_waits : a_waits ? a->last_used > b->last_used : a->last_used < b->last_used;
+}
+
+dt_conversation *dt_conversations_next_to_go(const dt_conversations *all, const dt_conversation *except, bool unsaved_only) {
+    dt_conversation *next = NULL;
     for (size_t i = 0; i < all->n; i++) {
         dt_conversation *c = all->list[i];
         const bool idle = c->session != NULL && !c->in_use && !c->pinned && c != except;
         if (idle && !(unsaved_only && (c->saving || c->not_savable || dt_conversations_is_saved(c))) &&
-            (oldest == NULL || c->last_used < oldest->last_used)) {
-            oldest = c;
+            (next == NULL || goes_before(all, c, next))) {
+            next = c;
         }
     }
-    return oldest;
+    return next;
 }
 
 /* Out of memory: to disk, where that is possible. */
@@ -185,7 +194,7 @@ static void put_away(dt_conversations *all, dt_conversation *c) {
 static bool make_room(dt_conversations *all, uint64_t bytes, const dt_conversation *except) {
     const uint64_t ceiling = all->params.memory_bytes;
     while (promised_bytes(all) + bytes > ceiling) {
-        dt_conversation *c = dt_conversations_oldest_idle(all, except, false);
+        dt_conversation *c = dt_conversations_next_to_go(all, except, false);
         if (c == NULL) {
             return false;
         }
@@ -507,7 +516,7 @@ static void limit_idle(dt_conversations *all) {
         n += all->list[i]->session != NULL && !all->list[i]->in_use ? 1 : 0;
     }
     for (; n > all->params.n_idle_max; n--) {
-        dt_conversation *oldest = dt_conversations_oldest_idle(all, NULL, false);
+        dt_conversation *oldest = dt_conversations_next_to_go(all, NULL, false);
         if (oldest == NULL) {
             break;
         }
@@ -540,7 +549,7 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
         }
         c->kv_bytes = session_bytes(c->session);
         c->promised_bytes = 0;
-        c->in_use = c->not_savable = false;
+        c->in_use = c->not_savable = c->awaited = false;
         c->last_used = ++all->clock;
         limit_idle(all);
         pthread_cond_signal(&all->saver_news);
@@ -550,7 +559,7 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
 
 bool dt_conversations_give_room(dt_conversations *all) {
     pthread_mutex_lock(&all->lock);
-    dt_conversation *oldest = dt_conversations_oldest_idle(all, NULL, false);
+    dt_conversation *oldest = dt_conversations_next_to_go(all, NULL, false);
     if (oldest != NULL) {
         put_away(all, oldest);
     }

@@ -332,7 +332,7 @@ static void *save_ahead(void *user) {
     dt_conversations *all = user;
     pthread_mutex_lock(&all->lock);
     while (!all->saver_stops) {
-        dt_conversation *c = has_room_at_once(all) ? NULL : dt_conversations_oldest_idle(all, NULL, true);
+        dt_conversation *c = has_room_at_once(all) ? NULL : dt_conversations_next_to_go(all, NULL, true);
         if (c == NULL) {
             pthread_cond_wait(&all->saver_news, &all->lock);
         } else if (begin_save(all, c)) {

@@ -58,6 +58,7 @@ static beginning find_beginning(dt_conversations *all, const char *text, size_t 
     }
     if (best != NULL) {
         best->last_used = ++all->clock; /* it is about to be gone on with: others go to disk before it, while the request waits */
+        best->awaited = true;
         b.tokens = malloc((longest.n_tokens + 1) * sizeof *b.tokens);
         b.anchors = malloc((best->n_anchors + 1) * sizeof *b.anchors);
     }
