@@ -10,8 +10,10 @@
 #include <string.h>
 #include <unistd.h>
 
-#define REUSE_MIN 8 /* a shorter beginning is not worth a fork */
+#define REUSE_MIN 16      /* a shorter beginning is not worth a fork */
+#define LOAD_SHARE_MIN 16 /* nor is less than 1/16 of what lies on disk worth reading all of it */
 #define ENTRIES_MAX 4096
+#define AWAITED_USES 4096 /* so many uses of conversations later, a request that was waiting is gone */
 
 dt_status dt_conversations_fail(dt_error *error, dt_status code, const char *format, ...) {
     va_list arguments;
@@ -77,13 +79,18 @@ dt_status dt_conversations_new(const dt_conversations_params *params, dt_convers
         free(all);
         return no_memory(error);
     }
+    pthread_cond_init(&all->saver_news, NULL);
+    pthread_cond_init(&all->saved, NULL);
     all->params = *params;
     all->folder_lock = -1;
     const dt_model_info *info = dt_model_get_info(params->model);
     snprintf(all->identity, sizeof all->identity, "%s %.60s %s %d %llu %llu", info->architecture, info->name, info->weight_type,
              (int)info->n_vocab, (unsigned long long)info->n_params, (unsigned long long)info->weight_bytes);
     if (params->folder != NULL) {
-        const dt_status status = dt_conversations_open_folder(all, error);
+        dt_status status = dt_conversations_open_folder(all, error);
+        if (status == DT_OK && strcmp(info->device, "cpu") == 0) { /* others may not be read while they compute */
+            status = dt_conversations_start_saver(all, error);
+        }
         if (status != DT_OK) {
             dt_conversations_free(all, false);
             return status;
@@ -97,10 +104,9 @@ void dt_conversations_free(dt_conversations *all, bool save) {
     if (all == NULL) {
         return;
     }
-    for (size_t i = 0; save && all->folder != NULL && i < all->n; i++) {
-        if (all->list[i]->session != NULL && !all->list[i]->in_use) {
-            dt_conversations_save(all, all->list[i]);
-        }
+    dt_conversations_stop_saver(all);
+    for (dt_conversation *c; save && all->folder != NULL && (c = dt_conversations_next_to_go(all, NULL, true)) != NULL;) {
+        dt_conversations_save(all, c);
     }
     while (all->n > 0) {
         free_entry(all->list[--all->n]);
@@ -110,6 +116,8 @@ void dt_conversations_free(dt_conversations *all, bool save) {
     }
     free(all->list);
     free(all->folder);
+    pthread_cond_destroy(&all->saver_news);
+    pthread_cond_destroy(&all->saved);
     pthread_mutex_destroy(&all->lock);
     free(all);
 }
@@ -148,34 +156,30 @@ static uint64_t promised_bytes(const dt_conversations *all) {
     return bytes;
 }
 
-static dt_conversation *oldest_idle(const dt_conversations *all, const dt_conversation *except) {
-    dt_conversation *oldest = NULL;
-    for (size_t i = 0; i < all->n; i++) {
-        dt_conversation *c = all->list[i];
-        if (c->session != NULL && !c->in_use && !c->pinned && c != except && (oldest == NULL || c->last_used < oldest->last_used)) {
-            oldest = c;
-        }
-    }
-    return oldest;
+/* Whether `a` leaves memory before `b`: the least recently used first, those last that a request waits for. Of these, which come to
+ * their turn one after the other, the one whose request came last, for the first would be needed at once. */
+static bool goes_before(const dt_conversations *all, const dt_conversation *a, const dt_conversation *b) {
+    const bool a_waits = a->awaited && all->clock - a->last_used < AWAITED_USES;
+    const bool b_waits = b->awaited && all->clock - b->last_used < AWAITED_USES;
+    return a_waits != b_waits ? b_waits : a_waits ? a->last_used > b->last_used : a->last_used < b->last_used;
 }
 
-/* Where there is no text, the session's tokens are those to be found by. */
-static bool copy_tokens(dt_conversation *c) {
-    size_t n = 0;
-    const int32_t *tokens = dt_session_tokens(c->session, &n);
-    int32_t *copy = c->text == NULL && n > 0 ? malloc((n + 1) * sizeof *copy) : NULL;
-    if (copy != NULL) {
-        memcpy(copy, tokens, n * sizeof *copy);
-        free(c->tokens);
-        c->tokens = copy;
-        c->n_tokens = n;
+dt_conversation *dt_conversations_next_to_go(const dt_conversations *all, const dt_conversation *except, bool unsaved_only) {
+    dt_conversation *next = NULL;
+    for (size_t i = 0; i < all->n; i++) {
+        dt_conversation *c = all->list[i];
+        const bool idle = c->session != NULL && !c->in_use && !c->pinned && c != except;
+        if (idle && !(unsaved_only && (c->saving || c->not_savable || dt_conversations_is_saved(c))) &&
+            (next == NULL || goes_before(all, c, next))) {
+            next = c;
+        }
     }
-    return copy != NULL || c->text != NULL;
+    return next;
 }
 
 /* Out of memory: to disk, where that is possible. */
 static void put_away(dt_conversations *all, dt_conversation *c) {
-    if (all->folder != NULL && copy_tokens(c) && dt_conversations_save(all, c)) {
+    if (all->folder != NULL && dt_conversations_save(all, c)) {
         dt_session_free(c->session);
         c->session = NULL;
         all->stats.n_saved++;
@@ -190,7 +194,7 @@ static void put_away(dt_conversations *all, dt_conversation *c) {
 static bool make_room(dt_conversations *all, uint64_t bytes, const dt_conversation *except) {
     const uint64_t ceiling = all->params.memory_bytes;
     while (promised_bytes(all) + bytes > ceiling) {
-        dt_conversation *c = oldest_idle(all, except);
+        dt_conversation *c = dt_conversations_next_to_go(all, except, false);
         if (c == NULL) {
             return false;
         }
@@ -232,7 +236,7 @@ static size_t usable_tokens(const dt_conversation *c, const dt_job *job, bool *o
         same -= same == job->n_tokens && same > 0 ? 1 : 0; /* the last token's logits have to be computed */
         same = same >= c->whole_from ? same : 0;
     }
-    return same >= REUSE_MIN ? same : 0;
+    return same >= REUSE_MIN && (c->session != NULL || same >= n / LOAD_SHARE_MIN) ? same : 0;
 }
 
 static dt_conversation *find_best(const dt_conversations *all, const dt_job *job, bool *out_all) {
@@ -372,7 +376,13 @@ static dt_status branch(dt_conversations *all, dt_conversation *source, bool who
         dt_session_free(session);
         return status;
     }
-    if (load && dt_conversations_load(all, source, session, &why) != DT_OK) {
+    const dt_status loaded = load ? dt_conversations_load(all, source, session, &why) : DT_OK;
+    if (loaded == DT_ERR_MEMORY && any_in_use(all)) {
+        dt_session_free(session);
+        *error = why;
+        return loaded;
+    }
+    if (loaded != DT_OK) {
         dt_report(DT_LOG_WARN, "a conversation on disk can't be used and is dropped: %s", why.message);
         dt_conversations_delete_files(all, source);
         dt_conversations_remove(all, source);
@@ -405,10 +415,17 @@ dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_con
     bool whole = false;
     pthread_mutex_lock(&all->lock);
     dt_conversation *best = job->score ? NULL : find_best(all, job, &whole); /* scoring needs logits after every token */
+    if (best != NULL) {
+        best->held = true; /* making room may drop entries, and while the saver is waited for others may too */
+        dt_conversations_wait_saved(all, best);
+    }
     const bool in_place = best != NULL && whole && best->session != NULL && !best->in_use && !best->pinned;
     dt_status status = in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
     if (status == DT_ERR_MEMORY && any_in_use(all)) {
         status = DT_OK; /* not now: when another has ended there is room */
+    }
+    for (size_t i = 0; i < all->n; i++) {
+        all->list[i]->held = false;
     }
     pthread_mutex_unlock(&all->lock);
     return status;
@@ -499,7 +516,7 @@ static void limit_idle(dt_conversations *all) {
         n += all->list[i]->session != NULL && !all->list[i]->in_use ? 1 : 0;
     }
     for (; n > all->params.n_idle_max; n--) {
-        dt_conversation *oldest = oldest_idle(all, NULL);
+        dt_conversation *oldest = dt_conversations_next_to_go(all, NULL, false);
         if (oldest == NULL) {
             break;
         }
@@ -509,7 +526,7 @@ static void limit_idle(dt_conversations *all) {
         dt_conversation *oldest = NULL;
         for (size_t i = 0; i < all->n; i++) {
             dt_conversation *c = all->list[i];
-            oldest = !c->in_use && !c->pinned && (oldest == NULL || c->last_used < oldest->last_used) ? c : oldest;
+            oldest = !c->in_use && !c->pinned && !c->saving && (oldest == NULL || c->last_used < oldest->last_used) ? c : oldest;
         }
         if (oldest == NULL) {
             break;
@@ -532,16 +549,17 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
         }
         c->kv_bytes = session_bytes(c->session);
         c->promised_bytes = 0;
-        c->in_use = false;
+        c->in_use = c->not_savable = c->awaited = false;
         c->last_used = ++all->clock;
         limit_idle(all);
+        pthread_cond_signal(&all->saver_news);
     }
     pthread_mutex_unlock(&all->lock);
 }
 
 bool dt_conversations_give_room(dt_conversations *all) {
     pthread_mutex_lock(&all->lock);
-    dt_conversation *oldest = oldest_idle(all, NULL);
+    dt_conversation *oldest = dt_conversations_next_to_go(all, NULL, false);
     if (oldest != NULL) {
         put_away(all, oldest);
     }

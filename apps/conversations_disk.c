@@ -2,9 +2,9 @@
  * Conversations on disk: for each a session file (docs/session-format.md) and an index beside it, JSON, with what is needed to find
  * it by text and by tokens without reading the cache.
  *
- * Invariants: the session file is written first and whole, then the index; what is loaded is compared with its index, and what
- * doesn't fit is dropped. Only files named as below are touched. One process uses a folder at a time. The files can be read by
- * their owner only.
+ * Invariants: the session file is written first and whole, then the index, so an index may be of an earlier turn than its session;
+ * what is loaded is compared with its index, and what doesn't fit is dropped. Only files named as below are touched. One process
+ * uses a folder at a time. The files can be read by their owner only.
  */
 #define _DEFAULT_SOURCE /* flock, strdup */
 #include "conversations_internal.h"
@@ -179,13 +179,14 @@ static uint64_t disk_bytes(const dt_conversations *all) {
     return bytes;
 }
 
-/* Deletes the files of the least recently used until the folder keeps its limit. */
-static void limit_folder(dt_conversations *all, const dt_conversation *except) {
-    while (disk_bytes(all) > all->params.disk_bytes) {
+/* Deletes the files of the least recently used until the folder keeps its limit, with so many bytes more in it. */
+static void limit_folder(dt_conversations *all, const dt_conversation *except, uint64_t more) {
+    while (disk_bytes(all) + more > all->params.disk_bytes) {
         dt_conversation *oldest = NULL;
         for (size_t i = 0; i < all->n; i++) {
             dt_conversation *c = all->list[i];
-            oldest = c->file_bytes > 0 && c != except && (oldest == NULL || c->last_used < oldest->last_used) ? c : oldest;
+            const bool may_go = c->file_bytes > 0 && c != except && !c->held && !c->saving;
+            oldest = may_go && (oldest == NULL || c->last_used < oldest->last_used) ? c : oldest;
         }
         if (oldest == NULL) {
             return;
@@ -233,37 +234,139 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
     if (folder != NULL) {
         closedir(folder);
     }
-    limit_folder(all, NULL);
+    limit_folder(all, NULL, 0);
     return DT_OK;
 }
 
-bool dt_conversations_save(dt_conversations *all, dt_conversation *c) {
+/* ---- saving ------------------------------------------------------------------------------------- */
+
+bool dt_conversations_is_saved(const dt_conversation *c) { return c->file_bytes > 0 && c->n_saved == c->n_computed; }
+
+/* Where there is no text, the session's tokens are those to be found by. */
+static bool copy_tokens(dt_conversation *c) {
+    size_t n = 0;
+    const int32_t *tokens = dt_session_tokens(c->session, &n);
+    int32_t *copy = c->text == NULL && n > 0 ? malloc((n + 1) * sizeof *copy) : NULL;
+    if (copy != NULL) {
+        memcpy(copy, tokens, n * sizeof *copy);
+        free(c->tokens);
+        c->tokens = copy;
+        c->n_tokens = n;
+    }
+    return copy != NULL || c->text != NULL;
+}
+
+/* Whether there is something to write, and c says what: then write_files has what it needs, and there is room for it. */
+static bool begin_save(dt_conversations *all, dt_conversation *c) {
+    size_t n = 0;
+    dt_session_tokens(c->session, &n);
+    c->n_computed = n;
+    c->not_savable = n < SAVE_MIN_TOKENS || !copy_tokens(c);
+    if (!c->not_savable) {
+        limit_folder(all, c, c->kv_bytes);
+    }
+    return !c->not_savable;
+}
+
+/* Bytes of the session's file, 0 where it or its index couldn't be written. Reads what belongs to c alone, so the lock is not needed
+ * while nobody else has it. */
+static uint64_t write_files(const dt_conversations *all, const dt_conversation *c) {
     char path[PATH_BYTES];
     dt_error error = {0};
     struct stat info;
-    size_t n = 0;
-    dt_session_tokens(c->session, &n);
-    if (c->file_bytes > 0 && c->n_saved == n) {
-        return true;
-    }
-    if (n < SAVE_MIN_TOKENS || !path_of(all, c->id, ".session", path)) {
-        return false;
+    if (!path_of(all, c->id, ".session", path)) {
+        return 0;
     }
     if (dt_session_save(c->session, NULL, path, &error) != DT_OK) {
         dt_report(DT_LOG_WARN, "a conversation can't be saved: %s", error.message);
-        return false;
+        return 0;
     }
-    c->n_computed = c->n_saved = n;
-    c->file_bytes = stat(path, &info) == 0 ? (uint64_t)info.st_size : 1;
     if (!write_index(all, c)) {
         dt_report(DT_LOG_WARN, "the index of a conversation can't be written to %s", all->folder);
+        return 0;
+    }
+    return stat(path, &info) == 0 ? (uint64_t)info.st_size : 1;
+}
+
+static bool end_save(dt_conversations *all, dt_conversation *c, uint64_t file_bytes) {
+    if (file_bytes == 0) {
+        c->not_savable = true;
+        c->file_bytes = c->file_bytes > 0 ? c->file_bytes : 1; /* whatever lies there is removed with it */
+        c->n_saved = 0;
         return false;
     }
-    limit_folder(all, c);
+    c->n_saved = c->n_computed;
+    c->file_bytes = file_bytes;
+    limit_folder(all, c, 0);
     return true;
 }
 
-dt_status dt_conversations_load(dt_conversations *all, const dt_conversation *c, dt_session *session, dt_error *error) {
+void dt_conversations_wait_saved(dt_conversations *all, const dt_conversation *c) {
+    while (c->saving) {
+        pthread_cond_wait(&all->saved, &all->lock);
+    }
+}
+
+bool dt_conversations_save(dt_conversations *all, dt_conversation *c) {
+    dt_conversations_wait_saved(all, c);
+    return dt_conversations_is_saved(c) || (begin_save(all, c) && end_save(all, c, write_files(all, c)));
+}
+
+/* Whether a quarter of the memory, and of the places for idle ones, can be had without writing a file. */
+static bool has_room_at_once(const dt_conversations *all) {
+    dt_group_stats group;
+    dt_group_get_stats(all->params.group, &group);
+    const uint64_t ceiling = all->params.memory_bytes;
+    uint64_t bytes = ceiling > group.kv_bytes ? ceiling - group.kv_bytes : 0;
+    int64_t n_unsaved = 0;
+    for (size_t i = 0; i < all->n; i++) {
+        const dt_conversation *c = all->list[i];
+        const bool idle = c->session != NULL && !c->in_use;
+        bytes += idle && dt_conversations_is_saved(c) ? c->kv_bytes : 0;
+        n_unsaved += idle && !dt_conversations_is_saved(c) ? 1 : 0;
+    }
+    return bytes >= ceiling / 4 && n_unsaved <= all->params.n_idle_max - all->params.n_idle_max / 4;
+}
+
+static void *save_ahead(void *user) {
+    dt_conversations *all = user;
+    pthread_mutex_lock(&all->lock);
+    while (!all->saver_stops) {
+        dt_conversation *c = has_room_at_once(all) ? NULL : dt_conversations_next_to_go(all, NULL, true);
+        if (c == NULL) {
+            pthread_cond_wait(&all->saver_news, &all->lock);
+        } else if (begin_save(all, c)) {
+            c->saving = true;
+            pthread_mutex_unlock(&all->lock);
+            const uint64_t file_bytes = write_files(all, c);
+            pthread_mutex_lock(&all->lock);
+            c->saving = false;
+            end_save(all, c, file_bytes);
+            pthread_cond_broadcast(&all->saved);
+        }
+    }
+    pthread_mutex_unlock(&all->lock);
+    return NULL;
+}
+
+dt_status dt_conversations_start_saver(dt_conversations *all, dt_error *error) {
+    all->has_saver = pthread_create(&all->saver, NULL, save_ahead, all) == 0;
+    return all->has_saver ? DT_OK
+                          : dt_conversations_fail(error, DT_ERR_MEMORY, "no thread for saving conversations could be started");
+}
+
+void dt_conversations_stop_saver(dt_conversations *all) {
+    if (all->has_saver) {
+        pthread_mutex_lock(&all->lock);
+        all->saver_stops = true;
+        pthread_cond_signal(&all->saver_news);
+        pthread_mutex_unlock(&all->lock);
+        pthread_join(all->saver, NULL);
+        all->has_saver = false;
+    }
+}
+
+dt_status dt_conversations_load(dt_conversations *all, dt_conversation *c, dt_session *session, dt_error *error) {
     char path[PATH_BYTES];
     if (!path_of(all, c->id, ".session", path)) {
         return dt_conversations_fail(error, DT_ERR_IO, "its path is too long");
@@ -275,8 +378,12 @@ dt_status dt_conversations_load(dt_conversations *all, const dt_conversation *c,
     size_t n = 0;
     const int32_t *tokens = dt_session_tokens(session, &n);
     const size_t common = n < c->n_tokens ? n : c->n_tokens;
-    if (n != c->n_saved || memcmp(tokens, c->tokens, common * sizeof *tokens) != 0) {
+    if (memcmp(tokens, c->tokens, common * sizeof *tokens) != 0) {
         return dt_conversations_fail(error, DT_ERR_FORMAT, "its index names other tokens");
+    }
+    if (n != c->n_saved) { /* a process was killed between writing the session and its index: as good, until it is written again */
+        c->n_saved = 0;
+        c->n_computed = n;
     }
     return DT_OK;
 }

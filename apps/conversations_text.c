@@ -46,7 +46,7 @@ static void free_beginning(beginning *b) {
 /* Copies what the best conversation knows; nothing where none does, or where memory is short. */
 static beginning find_beginning(dt_conversations *all, const char *text, size_t n) {
     beginning b = {NULL, NULL, 0, 0, 0};
-    const dt_conversation *best = NULL;
+    dt_conversation *best = NULL;
     dt_anchor longest = {0, 0};
     pthread_mutex_lock(&all->lock);
     for (size_t i = 0; i < all->n; i++) {
@@ -57,6 +57,8 @@ static beginning find_beginning(dt_conversations *all, const char *text, size_t 
         }
     }
     if (best != NULL) {
+        best->last_used = ++all->clock; /* it is about to be gone on with: others go to disk before it, while the request waits */
+        best->awaited = true;
         b.tokens = malloc((longest.n_tokens + 1) * sizeof *b.tokens);
         b.anchors = malloc((best->n_anchors + 1) * sizeof *b.anchors);
     }

@@ -1,60 +1,30 @@
 /*
- * Transport. See server_http.h.
- *
- * Whether a client is gone can't be told from the end of what it sends: a half-closed connection looks the same as a closed one
- * until something is sent to it, which a closed one answers with a reset. So at the end of its input something harmless is sent: a
- * comment in a stream, an interim response (102, which clients of HTTP/1.1 have to skip) before an answer.
+ * Transport: the server's life, requests and routes. See server_http.h; what generates is in server_generate.c.
  */
-#define _GNU_SOURCE /* POLLRDHUP, strdup */
-#include "server_http.h"
+#define _GNU_SOURCE /* strdup */
 #include "report.h"
-#include "server_page.h"
+#include "server_internal.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <microhttpd.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#ifndef POLLRDHUP
-#define POLLRDHUP 0 /* elsewhere only a reset tells that a client is gone */
-#endif
-
-#define KEEP_ALIVE_MS 15000 /* a stream says something at least so often */
-#define IDLE_SECONDS 120    /* a connection without a request is closed then */
-#define UNREAD_MS 300000    /* one that takes nothing of an answer, too */
+#define IDLE_SECONDS 120 /* a connection without a request is closed then */
+#define UNREAD_MS 300000 /* one that takes nothing of an answer, too */
 #define BACKLOG 512
-#define STREAM_BLOCK (16 << 10)
 #define STACK_BYTES ((size_t)1 << 20)
-
-struct dt_http {
-    dt_http_params params;
-    struct MHD_Daemon *daemon;
-    int port;
-    atomic_bool stopping;
-};
-
-typedef struct exchange { /* a request and its answer */
-    struct dt_http *http;
-    struct MHD_Connection *connection;
-    char *body;
-    size_t n_body, body_capacity;
-    bool too_large, http_1_0;
-    const struct route *route;
-    const dt_page_file *page;
-} exchange;
 
 /* ---- answers ------------------------------------------------------------------------------------ */
 
-static enum MHD_Result send_response(struct MHD_Connection *connection, int status, struct MHD_Response *response,
-                                     const char *type) {
+enum MHD_Result dt_http_send_response(struct MHD_Connection *connection, int status, struct MHD_Response *response,
+                                      const char *type) {
     if (response == NULL) {
         return MHD_NO;
     }
@@ -66,310 +36,69 @@ static enum MHD_Result send_response(struct MHD_Connection *connection, int stat
     return result;
 }
 
-/* Takes the text over. NULL closes the connection: memory is short. */
-static enum MHD_Result send_text(struct MHD_Connection *connection, int status, char *text, const char *type) {
+enum MHD_Result dt_http_send_text(struct MHD_Connection *connection, int status, char *text, const char *type) {
     struct MHD_Response *response =
         text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
     if (response == NULL) {
         free(text);
         return MHD_NO;
     }
-    return send_response(connection, status, response, type);
+    return dt_http_send_response(connection, status, response, type);
 }
 
-static enum MHD_Result send_json(struct MHD_Connection *connection, int status, char *text) {
-    return send_text(connection, status, text, "application/json");
+enum MHD_Result dt_http_send_json(struct MHD_Connection *connection, int status, char *text) {
+    return dt_http_send_text(connection, status, text, "application/json");
 }
 
-static enum MHD_Result send_error(struct MHD_Connection *connection, int status, const char *message) {
-    return send_json(connection, status, dt_api_error(status, message));
+enum MHD_Result dt_http_send_error(struct MHD_Connection *connection, int status, const char *message) {
+    return dt_http_send_json(connection, status, dt_api_error(status, message));
 }
 
-static enum MHD_Result send_busy(const exchange *e) {
-    char seconds[16];
-    char *text = dt_api_error(429, "too many requests are waiting; try again after the time in Retry-After");
-    struct MHD_Response *response =
-        text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
-    if (response == NULL) {
-        free(text);
-        return MHD_NO;
-    }
-    snprintf(seconds, sizeof seconds, "%d", (int)dt_scheduler_seconds_to_wait(e->http->params.api->scheduler));
-    MHD_add_response_header(response, "Retry-After", seconds);
-    return send_response(e->connection, 429, response, "application/json");
+/* ---- paths -------------------------------------------------------------------------------------- */
+
+static enum MHD_Result answer_chat(dt_exchange *e) { return dt_http_generate(e, DT_API_CHAT); }
+static enum MHD_Result answer_completions(dt_exchange *e) { return dt_http_generate(e, DT_API_COMPLETION); }
+
+static enum MHD_Result answer_models(dt_exchange *e) {
+    return dt_http_send_json(e->connection, 200, dt_api_models(e->http->params.api));
+}
+static enum MHD_Result answer_props(dt_exchange *e) {
+    return dt_http_send_json(e->connection, 200, dt_api_props(e->http->params.api));
 }
 
-/* ---- waiting ------------------------------------------------------------------------------------ */
-
-typedef struct waiter { /* how the scheduler's thread wakes a connection's */
-    int ends[2];
-    int socket;
-    bool input_ended, gone;
-} waiter;
-
-static void wake(void *user) {
-    const waiter *w = user;
-    const ssize_t written = write(w->ends[1], "", 1); /* full: it is awake anyway */
-    (void)written;
+static enum MHD_Result answer_tokenizer_info(dt_exchange *e) {
+    return dt_http_send_json(e->connection, 200, dt_api_tokenizer_info(e->http->params.api));
 }
 
-static bool waiter_open(waiter *w, struct MHD_Connection *connection) {
-    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    *w = (waiter){.ends = {-1, -1}, .socket = info != NULL ? info->connect_fd : -1};
-    if (pipe(w->ends) != 0) {
-        w->ends[0] = w->ends[1] = -1;
-        return false;
-    }
-    for (int i = 0; i < 2; i++) {
-        fcntl(w->ends[i], F_SETFL, O_NONBLOCK);
-        fcntl(w->ends[i], F_SETFD, FD_CLOEXEC);
-    }
-    return true;
-}
-
-static void waiter_close(waiter *w) {
-    for (int i = 0; i < 2; i++) {
-        if (w->ends[i] >= 0) {
-            close(w->ends[i]);
-        }
-    }
-}
-
-typedef enum waited { WAITED_NEWS, WAITED_LONG, WAITED_INPUT_ENDED, WAITED_GONE } waited;
-
-static waited wait_for_news(waiter *w, int timeout_ms) {
-    struct pollfd set[2] = {{.fd = w->ends[0], .events = POLLIN}, {.fd = w->socket, .events = w->input_ended ? 0 : POLLRDHUP}};
-    const int n = poll(set, w->gone ? 1 : 2, timeout_ms);
-    if (n == 0) {
-        return WAITED_LONG;
-    }
-    if (n > 0 && (set[0].revents & POLLIN)) {
-        char bytes[256];
-        while (read(w->ends[0], bytes, sizeof bytes) == (ssize_t)sizeof bytes) {
-        }
-    }
-    if (n > 0 && !w->gone && (set[1].revents & (POLLERR | POLLHUP | POLLNVAL))) {
-        w->gone = true;
-        return WAITED_GONE;
-    }
-    if (n > 0 && !w->gone && POLLRDHUP != 0 && (set[1].revents & POLLRDHUP)) {
-        w->input_ended = true;
-        return WAITED_INPUT_ENDED;
-    }
-    return WAITED_NEWS; /* or a signal */
-}
-
-static bool job_is(dt_job *job, dt_job_state state) {
-    pthread_mutex_lock(&job->lock);
-    const bool is = job->state == state;
-    pthread_mutex_unlock(&job->lock);
-    return is;
-}
-
-static bool all_done(const dt_request *request) {
-    for (size_t i = 0; i < request->n_jobs; i++) {
-        if (!job_is(request->jobs[i], DT_JOB_DONE)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static bool any_running(const dt_request *request) {
-    for (size_t i = 0; i < request->n_jobs; i++) {
-        if (job_is(request->jobs[i], DT_JOB_RUNNING)) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* ---- generation --------------------------------------------------------------------------------- */
-
-typedef struct work { /* what a generating request needs until its answer is sent */
-    dt_http *http;
-    bool http_1_0;
-    dt_request request;
-    waiter waiter;
-    /* streams */
-    dt_stream *stream;
-    dt_text pending;
-    size_t n_sent;
-    bool ended;
-} work;
-
-/* Ends the jobs and waits until the scheduler has let go of them. */
-static void abandon(work *w) {
-    for (size_t i = 0; i < w->request.n_jobs; i++) {
-        dt_scheduler_cancel(w->http->params.api->scheduler, w->request.jobs[i]);
-    }
-    w->waiter.gone = true;
-    while (!all_done(&w->request)) {
-        wait_for_news(&w->waiter, -1);
-    }
-}
-
-/* The jobs are done, or were never submitted. */
-static void free_work(work *w) {
-    dt_stream_free(w->stream);
-    dt_request_free(&w->request);
-    waiter_close(&w->waiter);
-    free(w->pending.text);
-    free(w);
-}
-
-/* Waits until all jobs are done or, for a stream, one runs. False: the client is gone, and the jobs have been ended. */
-static bool wait_for_jobs(work *w) {
-    while (!all_done(&w->request) && !(w->request.stream && any_running(&w->request))) {
-        const waited what = wait_for_news(&w->waiter, -1);
-        if (what == WAITED_INPUT_ENDED && !w->http_1_0) {
-            static const char probe[] = "HTTP/1.1 102 Processing\r\n\r\n";
-            const ssize_t sent = send(w->waiter.socket, probe, sizeof probe - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-            (void)sent;
-        }
-        if (what == WAITED_GONE) {
-            abandon(w);
-            return false;
-        }
-    }
-    return true;
-}
-
-static ssize_t read_stream(void *user, uint64_t position, char *buffer, size_t capacity) {
-    (void)position;
-    work *w = user;
-    while (w->n_sent == w->pending.n) {
-        if (w->ended) {
-            return MHD_CONTENT_READER_END_OF_STREAM;
-        }
-        w->n_sent = w->pending.n = 0;
-        w->ended = dt_stream_next(w->stream, &w->pending);
-        if (w->pending.n == 0 && !w->ended) {
-            const waited what = wait_for_news(&w->waiter, KEEP_ALIVE_MS);
-            if (what == WAITED_GONE) {
-                return MHD_CONTENT_READER_END_WITH_ERROR;
-            }
-            if (what != WAITED_NEWS) {
-                dt_text_add(&w->pending, ":\n\n");
-            }
-        }
-        if (w->pending.out_of_memory) {
-            return MHD_CONTENT_READER_END_WITH_ERROR;
-        }
-    }
-    const size_t left = w->pending.n - w->n_sent, n = left < capacity ? left : capacity;
-    memcpy(buffer, w->pending.text + w->n_sent, n);
-    w->n_sent += n;
-    return (ssize_t)n;
-}
-
-static void end_stream(void *user) {
-    work *w = user;
-    abandon(w);
-    free_work(w);
-}
-
-/* Takes w over. */
-static enum MHD_Result send_stream(exchange *e, work *w) {
-    w->stream = dt_stream_new(w->http->params.api, &w->request);
-    struct MHD_Response *response =
-        w->stream != NULL ? MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, STREAM_BLOCK, read_stream, w, end_stream) : NULL;
-    if (response == NULL) {
-        end_stream(w);
-        return MHD_NO;
-    }
-    MHD_add_response_header(response, "Cache-Control", "no-cache");
-    MHD_add_response_header(response, "X-Accel-Buffering", "no");
-    return send_response(e->connection, 200, response, "text/event-stream; charset=utf-8");
-}
-
-/* Submits the jobs and answers. Takes w over. */
-static enum MHD_Result run_jobs(exchange *e, work *w) {
-    dt_scheduler *scheduler = w->http->params.api->scheduler;
-    for (size_t i = 0; i < w->request.n_jobs; i++) {
-        w->request.jobs[i]->wake = wake;
-        w->request.jobs[i]->wake_user = &w->waiter;
-    }
-    const dt_submitted submitted = dt_scheduler_submit(scheduler, w->request.jobs, w->request.n_jobs);
-    if (submitted != DT_SUBMITTED) {
-        free_work(w);
-        return submitted == DT_SUBMIT_FULL ? send_busy(e) : send_error(e->connection, 503, "the server is stopping");
-    }
-    if (!wait_for_jobs(w)) {
-        free_work(w);
-        return MHD_NO;
-    }
-    const bool done = all_done(&w->request);
-    const dt_error *error = done ? dt_request_error(&w->request) : NULL;
-    if (error == NULL && w->request.stream) {
-        return send_stream(e, w);
-    }
-    const enum MHD_Result result = error != NULL ? send_error(e->connection, dt_api_status_of(error), error->message)
-                                                 : send_json(e->connection, 200, dt_api_answer(w->http->params.api, &w->request));
-    free_work(w);
-    return result;
-}
-
-static enum MHD_Result generate(exchange *e, dt_api_kind kind) {
-    dt_error error;
-    work *w = calloc(1, sizeof *w);
-    if (w == NULL) {
-        return MHD_NO;
-    }
-    w->http = e->http;
-    w->http_1_0 = e->http_1_0;
-    const bool opened = waiter_open(&w->waiter, e->connection);
-    const int status =
-        opened ? dt_api_read(e->http->params.api, kind, e->body != NULL ? e->body : "", e->n_body, &w->request, &error) : 503;
-    if (status != 200) {
-        free_work(w);
-        return send_error(e->connection, status,
-                          opened ? error.message : "too many requests at once; raise the limit on open files");
-    }
-    return run_jobs(e, w);
-}
-
-static enum MHD_Result answer_chat(exchange *e) { return generate(e, DT_API_CHAT); }
-static enum MHD_Result answer_completions(exchange *e) { return generate(e, DT_API_COMPLETION); }
-
-/* ---- the rest ----------------------------------------------------------------------------------- */
-
-static enum MHD_Result answer_models(exchange *e) { return send_json(e->connection, 200, dt_api_models(e->http->params.api)); }
-static enum MHD_Result answer_props(exchange *e) { return send_json(e->connection, 200, dt_api_props(e->http->params.api)); }
-
-static enum MHD_Result answer_tokenizer_info(exchange *e) {
-    return send_json(e->connection, 200, dt_api_tokenizer_info(e->http->params.api));
-}
-
-static enum MHD_Result answer_health(exchange *e) {
+static enum MHD_Result answer_health(dt_exchange *e) {
     const bool stopping = atomic_load(&e->http->stopping);
     char *text = strdup(stopping ? "{\"status\":\"stopping\"}" : "{\"status\":\"ok\"}");
-    return send_json(e->connection, stopping ? 503 : 200, text);
+    return dt_http_send_json(e->connection, stopping ? 503 : 200, text);
 }
 
-static enum MHD_Result answer_metrics(exchange *e) {
+static enum MHD_Result answer_metrics(dt_exchange *e) {
     dt_text text = {0};
     dt_api_metrics(e->http->params.api, &text);
     if (text.out_of_memory) {
         free(text.text);
         return MHD_NO;
     }
-    return send_text(e->connection, 200, text.text, "text/plain; version=0.0.4; charset=utf-8");
+    return dt_http_send_text(e->connection, 200, text.text, "text/plain; version=0.0.4; charset=utf-8");
 }
 
-static enum MHD_Result answer_tokenize(exchange *e) {
+static enum MHD_Result answer_tokenize(dt_exchange *e) {
     int status = 500;
     char *text = dt_api_tokenize(e->http->params.api, e->body != NULL ? e->body : "", e->n_body, &status);
-    return send_json(e->connection, status, text);
+    return dt_http_send_json(e->connection, status, text);
 }
 
-static enum MHD_Result answer_detokenize(exchange *e) {
+static enum MHD_Result answer_detokenize(dt_exchange *e) {
     int status = 500;
     char *text = dt_api_detokenize(e->http->params.api, e->body != NULL ? e->body : "", e->n_body, &status);
-    return send_json(e->connection, status, text);
+    return dt_http_send_json(e->connection, status, text);
 }
 
-static enum MHD_Result answer_page(exchange *e) {
+static enum MHD_Result answer_page(dt_exchange *e) {
     struct MHD_Response *response =
         MHD_create_response_from_buffer(e->page->n_bytes, (void *)(uintptr_t)e->page->bytes, MHD_RESPMEM_PERSISTENT);
     if (response == NULL) {
@@ -379,7 +108,7 @@ static enum MHD_Result answer_page(exchange *e) {
     MHD_add_response_header(response, "Content-Security-Policy",
                             "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'");
     MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
-    return send_response(e->connection, 200, response, e->page->type);
+    return dt_http_send_response(e->connection, 200, response, e->page->type);
 }
 
 /* ---- requests ----------------------------------------------------------------------------------- */
@@ -387,7 +116,7 @@ static enum MHD_Result answer_page(exchange *e) {
 typedef struct route {
     const char *path;
     bool post, open; /* open: without the key */
-    enum MHD_Result (*answer)(exchange *e);
+    enum MHD_Result (*answer)(dt_exchange *e);
 } route;
 
 static const route routes[] = {
@@ -403,7 +132,7 @@ static const route routes[] = {
 };
 static const route page_route = {"", false, true, answer_page};
 
-static void find_route(exchange *e, const char *path) {
+static void find_route(dt_exchange *e, const char *path) {
     for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++) {
         if (strcmp(routes[i].path, path) == 0) {
             e->route = &routes[i];
@@ -427,14 +156,14 @@ static bool same_key(const char *given, const char *key) {
     return difference == 0;
 }
 
-static bool has_key(const exchange *e) {
+static bool has_key(const dt_exchange *e) {
     const char *key = e->http->params.api_key;
     const char *given = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
     return key == NULL || (given != NULL && strncmp(given, "Bearer ", 7) == 0 && same_key(given + 7, key));
 }
 
 /* What can be refused before the body came. 0: nothing. */
-static int refuse_early(exchange *e, const char *method, const char **out_message) {
+static int refuse_early(dt_exchange *e, const char *method, const char **out_message) {
     const bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
     const char *length = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_LENGTH);
     int64_t n = 0;
@@ -458,7 +187,7 @@ static int refuse_early(exchange *e, const char *method, const char **out_messag
     return 0;
 }
 
-static void add_body(exchange *e, const char *bytes, size_t n) {
+static void add_body(dt_exchange *e, const char *bytes, size_t n) {
     if (e->too_large || n > e->http->params.body_bytes_max - e->n_body) {
         e->too_large = true;
         return;
@@ -479,7 +208,7 @@ static void add_body(exchange *e, const char *bytes, size_t n) {
 
 static enum MHD_Result on_request(void *user, struct MHD_Connection *connection, const char *url, const char *method,
                                   const char *version, const char *upload, size_t *n_upload, void **state) {
-    exchange *e = *state;
+    dt_exchange *e = *state;
     if (e == NULL) { /* the header is here */
         const char *message = NULL;
         e = calloc(1, sizeof *e);
@@ -492,7 +221,7 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
         e->http_1_0 = strcmp(version, "HTTP/1.0") == 0;
         find_route(e, url);
         const int status = refuse_early(e, method, &message);
-        return status != 0 ? send_error(connection, status, message) : MHD_YES;
+        return status != 0 ? dt_http_send_error(connection, status, message) : MHD_YES;
     }
     if (*n_upload > 0) {
         add_body(e, upload, *n_upload);
@@ -500,14 +229,14 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
         return MHD_YES;
     }
     if (e->too_large) {
-        return send_error(connection, 413, "the body is larger than this server takes (--max-body)");
+        return dt_http_send_error(connection, 413, "the body is larger than this server takes (--max-body)");
     }
     MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u); /* an answer may take long */
     return e->route->answer(e);
 }
 
 static void on_completed(void *user, struct MHD_Connection *connection, void **state, enum MHD_RequestTerminationCode code) {
-    exchange *e = *state;
+    dt_exchange *e = *state;
     (void)user;
     (void)code;
     if (e != NULL) {

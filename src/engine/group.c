@@ -351,15 +351,21 @@ dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_erro
     if (n_steps > INT32_MAX) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%zu steps at once are more than %d", n_steps, INT32_MAX);
     }
-    dt_status status = reserve(group, n_steps, error);
+    dt_error why = {0};
+    dt_status status = reserve(group, n_steps, &why);
+    for (size_t i = 0; i < n_steps; i++) {
+        steps[i].error = why;
+    }
     if (status != DT_OK) {
+        if (error) {
+            *error = why;
+        }
         return status;
     }
     group->n_calls++;
     int32_t n = 0;
     for (size_t i = 0; i < n_steps; i++) {
         dt_step *step = &steps[i];
-        step->error = (dt_error){.code = DT_OK};
         if (check_step(group, step, &step->error) == DT_OK) {
             group->parts[n++] = (dt_part){.session = step->session,
                                           .tokens = step->tokens,
