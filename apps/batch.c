@@ -10,6 +10,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "api.h"
 #include "batch_input.h"
+#include "guard.h"
 #include "report.h"
 #include "run.h"
 
@@ -444,7 +445,8 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     return exit_code;
 }
 
-static int run_all(const batch_options *o) {
+static int run_all(void *user) {
+    const batch_options *o = user;
     dt_error error = {0};
     dt_model_params model_params;
     dt_shared_options_model(&o->shared, &model_params);
@@ -508,5 +510,5 @@ int main(int argc, char **argv) {
         return 2;
     }
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
-    return run_all(&o);
+    return dt_run_guarded(&o.shared, false, run_all, &o);
 }

@@ -11,6 +11,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "eval.h"
+#include "guard.h"
 #include "run.h"
 
 #include <math.h>
@@ -367,6 +368,31 @@ static const command *find_command(const char *name) {
     return NULL;
 }
 
+typedef struct request {
+    eval_options *options;
+    const command *command;
+} request;
+
+static int run_all(void *user) {
+    const request *asked = user;
+    eval_options *o = asked->options;
+    dt_error error = {0};
+    dt_stats_file *file = NULL;
+    const char *inputs[] = {o->shared.model, o->file, o->input, o->shared.eviction_config};
+    eval e = {.options = o, .command = asked->command->name};
+    dt_status status = o->json != NULL ? dt_stats_file_open(o->json, inputs, N_OF(inputs), &file, &error) : DT_OK;
+    if (status == DT_OK) {
+        status = run(&e, o, asked->command, file, &error);
+    }
+    dt_stats_file_free(file);
+    if (status != DT_OK) {
+        dt_report(DT_LOG_ERROR, "%s", error.message);
+    }
+    return status == DT_OK                                                               ? (e.rejected ? EXIT_REJECTED : 0)
+           : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2
+                                                                                         : 1;
+}
+
 int main(int argc, char **argv) {
     const command *c = find_command(argc > 1 ? argv[1] : NULL);
     if (c == NULL) {
@@ -422,19 +448,6 @@ int main(int argc, char **argv) {
     }
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
     dt_run_signals();
-    dt_error error = {0};
-    dt_stats_file *file = NULL;
-    const char *inputs[] = {o.shared.model, o.file, o.input, o.shared.eviction_config};
-    eval e = {.options = &o, .command = c->name};
-    dt_status status = o.json != NULL ? dt_stats_file_open(o.json, inputs, N_OF(inputs), &file, &error) : DT_OK;
-    if (status == DT_OK) {
-        status = run(&e, &o, c, file, &error);
-    }
-    dt_stats_file_free(file);
-    if (status != DT_OK) {
-        dt_report(DT_LOG_ERROR, "%s", error.message);
-    }
-    return status == DT_OK                                                               ? (e.rejected ? EXIT_REJECTED : 0)
-           : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2
-                                                                                         : 1;
+    request asked = {&o, c};
+    return dt_run_guarded(&o.shared, false, run_all, &asked);
 }
