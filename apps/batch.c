@@ -10,6 +10,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "api.h"
 #include "batch_input.h"
+#include "guard.h"
 #include "report.h"
 #include "run.h"
 
@@ -473,7 +474,8 @@ static void settings_word(const batch_options *o, char out[17]) {
     snprintf(out, 17, "%016llx", (unsigned long long)hash);
 }
 
-static int run_all(const batch_options *o) {
+static int run_all(void *user) {
+    const batch_options *o = user;
     char settings[17];
     settings_word(o, settings);
     dt_error error = {0};
@@ -543,5 +545,5 @@ int main(int argc, char **argv) {
         return 2;
     }
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
-    return run_all(&o);
+    return dt_run_guarded(&o.shared, false, run_all, &o);
 }

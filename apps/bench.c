@@ -11,6 +11,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "bandwidth.h"
+#include "guard.h"
 #include "options.h"
 #include "report.h"
 
@@ -512,7 +513,8 @@ static void print_json(const bench *b) {
     json_decref(all);
 }
 
-static int run(bench *b) {
+static int run(void *user) {
+    bench *b = user;
     const bench_options *o = b->options;
     dt_error error = {0};
     dt_model_params model_params;
@@ -562,5 +564,5 @@ int main(int argc, char **argv) {
         return 2;
     }
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
-    return run(&b);
+    return dt_run_guarded(&o.shared, false, run, &b);
 }

@@ -11,6 +11,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "eval.h"
+#include "guard.h"
 #include "run.h"
 
 #include <math.h>
@@ -418,8 +419,16 @@ static int without_command(int argc, char **argv) {
     return help ? 0 : 2;
 }
 
+typedef struct request {
+    eval_options *options;
+    const command *command;
+} request;
+
 /* Opens the file of results, measures. The exit code. */
-static int measure(eval_options *o, const command *c) {
+static int measure(void *user) {
+    const request *asked = user;
+    eval_options *o = asked->options;
+    const command *c = asked->command;
     dt_error error = {0};
     dt_stats_file *file = NULL;
     const char *inputs[] = {o->shared.model, o->file, o->input, o->shared.eviction_config};
@@ -472,5 +481,6 @@ int main(int argc, char **argv) {
     dt_options_tell_notes(&o.shared);
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
     dt_run_signals();
-    return measure(&o, c);
+    request asked = {&o, c};
+    return dt_run_guarded(&o.shared, false, measure, &asked);
 }

@@ -7,6 +7,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "chat.h"
+#include "guard.h"
 #include "options.h"
 
 #include <errno.h>
@@ -438,7 +439,8 @@ static dt_status find_saved(const main_options *o, texts *t, dt_error *error) {
     return status;
 }
 
-static int run_all(const main_options *o) {
+static int run_all(void *user) {
+    const main_options *o = user;
     dt_error error = {0};
     texts t = {0};
     dt_stats_file *stats = NULL;
@@ -496,5 +498,5 @@ int main(int argc, char **argv) {
         return 2;
     }
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
-    return run_all(&o);
+    return dt_run_guarded(&o.shared, false, run_all, &o);
 }

@@ -31,9 +31,14 @@ static const dt_option model_rows[] = {
     {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
      "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit)"},
     {"--device", "NAME", DT_OPTION_TEXT, AT(device), 0, 0,
-     "where layers run: cpu, cuda, metal, vulkan, a device by name, several separated by commas; list = show them (cpu)"},
+     "where layers run: cpu, cuda, metal, vulkan, a device by name, rpc=HOST:PORT for another machine, several separated by commas; "
+     "list = show them (cpu)"},
     {"-ngl, --gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
      "the first N layers run on the device, their cache with them; more than there are: the output too (all)"},
+    {"-ts, --tensor-split", "N0,N1,...", DT_OPTION_TEXT, AT(device_split), 0, 0,
+     "how many of these layers each of several devices takes, such as 3,1 (in proportion to its free memory)"},
+    {"--rpc-timeout", "N", DT_OPTION_INT, AT(rpc_timeout), 1, 1000000,
+     "seconds that another machine may be silent while it is waited for (600)"},
     {"--kernel", "auto|reference|reference_int16|avx2|avx512|avx512_vnni|amx_bf16|neon|ggml|ggml_matmul", DT_OPTION_CHOICE,
      AT(kernel), 0, 0, "attention kernel, for tests and comparisons (auto)"},
 };
@@ -452,6 +457,9 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
     if (o->eviction_config != NULL && o->eviction_preset != NULL) {
         return refuse(message, capacity, "give --eviction-preset or --eviction-config, not both");
     }
+    if (o->device_split != NULL && o->device == NULL) {
+        return refuse(message, capacity, "--tensor-split needs --device");
+    }
     if ((o->grammar != NULL) + (o->grammar_file != NULL) + (o->json_schema != NULL) > 1) {
         return refuse(message, capacity, "give one of --grammar, --grammar-file and --json-schema");
     }
@@ -488,7 +496,9 @@ bool dt_wants_devices(const dt_shared_options *o) { return o->device != NULL && 
 
 void dt_shared_options_model(const dt_shared_options *o, dt_model_params *out) {
     *out = (dt_model_params){.device = o->n_device_layers == 0 ? NULL : o->device,
-                             .n_device_layers = (int32_t)(o->n_device_layers > 0 ? o->n_device_layers : 0)};
+                             .n_device_layers = (int32_t)(o->n_device_layers > 0 ? o->n_device_layers : 0),
+                             .device_split = o->n_device_layers == 0 ? NULL : o->device_split,
+                             .rpc_timeout_s = (int32_t)o->rpc_timeout};
 }
 
 void dt_shared_options_sampler(const dt_shared_options *o, const char *grammar, dt_sampler_params *out) {

@@ -45,6 +45,8 @@ typedef struct dt_shared_options {
     int64_t kv_type, prefill, kernel; /* choices */
     const char *device;               /* NULL: not given; "list" */
     int64_t n_device_layers;          /* -1: not given */
+    const char *device_split;         /* NULL: not given */
+    int64_t rpc_timeout;              /* seconds; 0: not given */
     int64_t kv_memory;                /* bytes; 0: not given */
     /* eviction */
     bool eviction;

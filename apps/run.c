@@ -15,7 +15,15 @@
 
 volatile sig_atomic_t dt_interrupted;
 
-static void on_interrupt(int signal_number) {
+static pid_t only_from; /* 0: anybody */
+
+void dt_run_signals_from(pid_t parent) { only_from = parent; }
+
+static void on_interrupt(int signal_number, siginfo_t *info, void *context) {
+    (void)context;
+    if (only_from != 0 && info->si_pid != only_from) {
+        return;
+    }
     if (dt_interrupted) {
         dt_report_abandon_bar();
         _exit(128 + signal_number);
@@ -31,7 +39,8 @@ void dt_run_signals(void) {
     if (descriptor > STDERR_FILENO) {
         close(descriptor);
     }
-    struct sigaction action = {.sa_handler = on_interrupt}; /* no SA_RESTART: it ends a wait for input too */
+    struct sigaction action = {.sa_flags = SA_SIGINFO}; /* no SA_RESTART: it ends a wait for input too */
+    action.sa_sigaction = on_interrupt;
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
@@ -39,6 +48,7 @@ void dt_run_signals(void) {
     if (sigaction(SIGHUP, NULL, &hang_up) == 0 && hang_up.sa_handler != SIG_IGN) { /* ignored: nohup */
         sigaction(SIGHUP, &action, NULL);
     }
+    action.sa_flags = 0;
     action.sa_handler = SIG_IGN;
     sigaction(SIGPIPE, &action, NULL);
     sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */

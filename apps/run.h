@@ -11,12 +11,15 @@
 #include "report.h"
 
 #include <signal.h>
+#include <sys/types.h>
 
 /* The first signal that asked to end: SIGINT (Ctrl-C), SIGTERM or SIGHUP; 0 = none. A second one wipes the bar and ends the process
  * with 128 + its number. */
 extern volatile sig_atomic_t dt_interrupted;
 /* Signals as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
 void dt_run_signals(void);
+/* From now on only the signals that this process, the parent, sends count: it hears of them too, and passes each on. */
+void dt_run_signals_from(pid_t parent);
 /* What caches may take where nobody says: half of the machine's memory, in bytes. */
 uint64_t dt_half_of_memory(void);
 

@@ -6,6 +6,7 @@
  * conversations are saved where --session-dir names a folder, exit 0. Exit code 1: something failed; 2: bad usage.
  */
 #define _POSIX_C_SOURCE 200809L
+#include "guard.h"
 #include "report.h"
 #include "run.h"
 #include "server_http.h"
@@ -151,6 +152,7 @@ static int serve(const server_options *o, const dt_api *api, const char *key, dt
     }
     const bool v6 = strchr(o->host, ':') != NULL;
     dt_report(DT_LOG_INFO, "listening at http://%s%s%s:%d", v6 ? "[" : "", o->host, v6 ? "]" : "", dt_http_port(http));
+    dt_guard_ready();
     while (!dt_interrupted) {
         const struct timespec pause = {.tv_nsec = 100 * 1000 * 1000};
         nanosleep(&pause, NULL); /* a signal ends it */
@@ -219,7 +221,8 @@ static int with_model(const server_options *o, const dt_model *model, const char
     return exit_code;
 }
 
-static int run_all(const server_options *o) {
+static int run_all(void *user) {
+    const server_options *o = user;
     dt_error error = {0};
     dt_model_params model_params;
     dt_shared_options_model(&o->shared, &model_params);
@@ -275,5 +278,5 @@ int main(int argc, char **argv) {
         return 2;
     }
     dt_report_init((dt_log_level)o.shared.log_level, false);
-    return run_all(&o);
+    return dt_run_guarded(&o.shared, true, run_all, &o);
 }

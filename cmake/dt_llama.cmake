@@ -122,6 +122,8 @@ function(dt_build_llama source)
     set(GGML_METAL ${DT_METAL})
     set(GGML_VULKAN ${DT_VULKAN})
     set(GGML_CUDA ${DT_CUDA})
+    set(GGML_RPC ${DT_RPC})
+    set(GGML_RPC_RDMA OFF) # one more library where it happens to be installed
     set(GGML_CUDA_NCCL OFF)
     set(GGML_CUDA_NO_VMM ON) # with it the programs would not even start where there is no driver
     if(DT_CUDA_ARCHITECTURES)

@@ -536,10 +536,165 @@ void llama_grammar_apply_impl(const struct llama_grammar & grammar, llama_token_
 ]==])
 endfunction()
 
+# The RPC client waits for a server for ever, also for one whose machine is gone, and sends every graph anew. A lost machine is
+# noticed within half a minute on both sides; a client gives up where nothing comes within the time that src/graph/rpc.c sets; a
+# signal ends no connection; a graph that is to be computed again is not sent again.
+function(dt_patch_rpc source)
+    set(transport "${source}/ggml/src/ggml-rpc/transport.cpp")
+    set(rpc "${source}/ggml/src/ggml-rpc/ggml-rpc.cpp")
+    dt_replace_in("${source}/ggml/src/ggml-rpc/transport.h" [==[
+bool rpc_transport_init();
+]==] [==[
+// Seconds that a client waits for a server to take or send something; 0: for ever. Of connections made afterwards.
+void rpc_transport_set_timeout(int seconds);
+bool rpc_transport_init();
+]==])
+    dt_replace_in("${transport}" [==[
+#include <cstring>
+#include <mutex>
+]==] [==[
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+]==])
+    dt_replace_in("${transport}" [==[
+        if (n < 0) {
+            GGML_LOG_ERROR("send failed]==] [==[
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n < 0) {
+            GGML_LOG_ERROR("send failed]==])
+    dt_replace_in("${transport}" [==[
+        if (n < 0) {
+            GGML_LOG_ERROR("recv failed]==] [==[
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n < 0) {
+            GGML_LOG_ERROR("recv failed]==])
+    dt_replace_in("${transport}" [==[
+static bool set_no_delay(sockfd_t sockfd) {
+    int flag = 1;
+]==] [==[
+static std::atomic<int> client_timeout{0};
+
+void rpc_transport_set_timeout(int seconds) {
+    client_timeout = seconds;
+}
+
+static void set_client_timeout(sockfd_t sockfd) {
+#ifndef _WIN32
+    struct timeval limit = {};
+    limit.tv_sec = client_timeout;
+    setsockopt(sockfd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+    setsockopt(sockfd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+#endif
+}
+
+static void set_option(sockfd_t sockfd, int level, int name, int value) {
+    setsockopt(sockfd, level, name, (char *)&value, sizeof(int));
+}
+
+static bool set_no_delay(sockfd_t sockfd) {
+    int flag = 1;
+    set_option(sockfd, SOL_SOCKET, SO_KEEPALIVE, 1); // after 10 s without a word ask every 5 s, 4 times
+#ifdef TCP_KEEPIDLE
+    set_option(sockfd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+#elif defined(TCP_KEEPALIVE)
+    set_option(sockfd, IPPROTO_TCP, TCP_KEEPALIVE, 10);
+#endif
+#ifdef TCP_KEEPINTVL
+    set_option(sockfd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+    set_option(sockfd, IPPROTO_TCP, TCP_KEEPCNT, 4);
+#endif
+]==])
+    dt_replace_in("${transport}" [==[
+    struct sockaddr_in addr;
+    addr.sin_family = AF_INET;
+]==] [==[
+    set_client_timeout(sockfd);
+    struct sockaddr_in addr;
+    addr.sin_family = AF_INET;
+]==])
+    dt_replace_in("${rpc}" [==[
+    if (std::strcmp(name, "ggml_backend_rpc_start_server") == 0) {
+]==] [==[
+    if (std::strcmp(name, "rpc_transport_set_timeout") == 0) {
+        return (void *)rpc_transport_set_timeout;
+    }
+    if (std::strcmp(name, "ggml_backend_rpc_start_server") == 0) {
+]==])
+    dt_replace_in("${rpc}" [==[
+    void start(const std::string & endpoint);
+    void work();
+]==] [==[
+    // Sends a graph or, where it is the very one that the server keeps for the device, no more than that it is to be computed.
+    void compute(uint32_t device, std::shared_ptr<const void> graph, size_t size);
+    // A server that frees a buffer forgets the graphs that it keeps.
+    void free_buffer(std::shared_ptr<const void> input, size_t input_size);
+
+    void start(const std::string & endpoint);
+    void work();
+]==])
+    dt_replace_in("${rpc}" [==[
+    std::atomic_bool running;
+    std::thread      thread;
+};
+]==] [==[
+    std::atomic_bool running;
+    std::thread      thread;
+
+    struct sent_graph {
+        std::shared_ptr<const void> data;
+        size_t                      size;
+    };
+    std::mutex                               graphs_mutex;
+    std::unordered_map<uint32_t, sent_graph> sent_graphs; // by device
+};
+]==])
+    dt_replace_in("${rpc}" [==[
+ggml_backend_event_t rpc_dispatcher::event_new(ggml_backend_dev_t dev) {
+]==] [==[
+void rpc_dispatcher::compute(uint32_t device, std::shared_ptr<const void> graph, size_t size) {
+    std::lock_guard<std::mutex> lock(graphs_mutex); // what is remembered and what is queued have the same order
+    sent_graph & last = sent_graphs[device];
+    if (last.data != nullptr && last.size == size && memcmp(last.data.get(), graph.get(), size) == 0) {
+        auto request = std::make_shared<rpc_msg_graph_recompute_req>();
+        request->device = device;
+        send_async(RPC_CMD_GRAPH_RECOMPUTE, request, sizeof(*request));
+    } else {
+        last = {graph, size};
+        send_async(RPC_CMD_GRAPH_COMPUTE, graph, size);
+    }
+}
+
+void rpc_dispatcher::free_buffer(std::shared_ptr<const void> input, size_t input_size) {
+    std::lock_guard<std::mutex> lock(graphs_mutex);
+    sent_graphs.clear();
+    send(RPC_CMD_FREE_BUFFER, input, input_size);
+}
+
+ggml_backend_event_t rpc_dispatcher::event_new(ggml_backend_dev_t dev) {
+]==])
+    dt_replace_in("${rpc}" [==[
+    ctx->dispatcher->send(RPC_CMD_FREE_BUFFER, request, sizeof(*request));
+]==] [==[
+    ctx->dispatcher->free_buffer(request, sizeof(*request));
+]==])
+    dt_replace_in("${rpc}" [==[
+        rpc_ctx->dispatcher->send_async(RPC_CMD_GRAPH_COMPUTE, input_ptr, input_size);
+]==] [==[
+        rpc_ctx->dispatcher->compute(rpc_ctx->device, input_ptr, input_size);
+]==])
+endfunction()
+
 function(dt_patch_llama source)
     dt_patch_waiting("${source}")
     dt_patch_memory("${source}")
     dt_patch_templates("${source}")
     dt_patch_schemas("${source}")
     dt_patch_grammars("${source}")
+    dt_patch_rpc("${source}")
 endfunction()

@@ -73,11 +73,18 @@ typedef struct dt_model_params {
     bool no_mmap;          /* read the file into memory instead of mapping it */
     bool no_extra_buffers; /* keep weights in the file's layout (tests: same rounding for every batch size) */
     bool no_tokenizer;     /* do not load the tokenizer even where the file has one */
-    /* Devices for layers and their cache, separated by commas, as dt_devices_describe lists them ("cuda", "vulkan1"), sharing the
-     * layers evenly; "ggml-cpu" takes the CPU like one of them (tests). NULL or "cpu": everything is computed by the CPU. Copied.
-     */
+    /* Devices for layers and their cache, separated by commas, as dt_devices_describe lists them ("cuda", "vulkan1");
+     * "rpc=HOST:PORT" is what another machine lends (docs/cluster.md), "ggml-cpu" takes the CPU like a device (tests). NULL or
+     * "cpu": everything is computed by the CPU. Copied.
+     *
+     * A server that can't be reached is an error. One that goes away later, or is silent for longer than rpc_timeout_s, ends the
+     * process: ggml's client calls abort(), in a thread of its own. Whoever has more to lose computes in a child process, as the
+     * programs of DeepTutor do; files that were saved are whole. Ignore SIGPIPE there. */
     const char *device;
     int32_t n_device_layers; /* the first so many layers; beyond their number the output too; 0 = everything */
+    const char
+        *device_split;     /* how many layers each device takes, such as "3,1"; NULL: in proportion to its free memory. Copied. */
+    int32_t rpc_timeout_s; /* how long a server may be silent while it is waited for; 0 = 600 */
 } dt_model_params;
 
 typedef struct dt_model_info {
@@ -103,6 +110,22 @@ const dt_model_info *dt_model_get_info(const dt_model *model);
 
 /* What this build can compute on, a line each: name, what it is, memory. Free with dt_free. */
 dt_status dt_devices_describe(char **out, dt_error *error);
+
+/* Whether every server that a model's `device` names ("rpc=...") answers now; the first that doesn't is an error naming it. Starts
+ * nothing, waits some seconds at most; other devices are not looked at. */
+dt_status dt_devices_check(const char *device, dt_error *error);
+
+typedef struct dt_rpc_server_params {
+    const char *host;   /* IPv4 address to listen at; NULL: 127.0.0.1 */
+    int32_t port;       /* 0: 50052 */
+    int32_t n_threads;  /* of the CPU; <= 0: physical cores */
+    const char *device; /* what is lent, as in dt_model_params; NULL: all GPUs, or where there is none the CPU */
+    const char *cache;  /* folder that keeps large tensors, so that they are sent once; NULL: none */
+} dt_rpc_server_params;
+
+/* Lends devices to other machines ("rpc=HOST:PORT" there), to one client at a time; returns only on failure. There is no password
+ * and no encryption, and a malformed request may end the process: for trusted networks. ggml tells on stdout who comes and goes. */
+dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error);
 
 /* ---- quantizing --------------------------------------------------------------------------------- */
 

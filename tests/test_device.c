@@ -571,6 +571,46 @@ static void test_errors(void **state) {
     dt_free(list);
 }
 
+/* Which layers go where. */
+static void test_shares(void **state) {
+    (void)state;
+    tiny_model_params p = tiny_model_default_params();
+    p.n_layers = 8;
+    const char *path = write_tiny(&p);
+    static const struct {
+        const char *device, *split, *where;
+    } rows[] = {
+        {"ggml-cpu,ggml-cpu", NULL, "ggml-cpu (layers 0-3), ggml-cpu (layers 4-7)"},
+        {"ggml-cpu,ggml-cpu,ggml-cpu", NULL, "ggml-cpu (layers 0-1), ggml-cpu (layers 2-4), ggml-cpu (layers 5-7)"},
+        {"ggml-cpu,ggml-cpu", "3,1", "ggml-cpu (layers 0-5), ggml-cpu (layers 6-7)"},
+        {"ggml-cpu,ggml-cpu", "0.75/.25", "ggml-cpu (layers 0-5), ggml-cpu (layers 6-7)"},
+        {"ggml-cpu,ggml-cpu", "0,5", "ggml-cpu (layers 0-7)"},
+        {"ggml-cpu", "1", "ggml-cpu (layers 0-7)"},
+        {"ggml-cpu,ggml-cpu", "1", NULL},
+        {"ggml-cpu,ggml-cpu", "1,", NULL},
+        {"ggml-cpu,ggml-cpu", "1,.", NULL},
+        {"ggml-cpu,ggml-cpu", "1,1.2.3", NULL},
+        {"ggml-cpu,ggml-cpu", "1,-1", NULL},
+        {"ggml-cpu,ggml-cpu", "1,99999999999", NULL},
+        {"ggml-cpu,ggml-cpu", "0,0", NULL},
+        {NULL, "1", NULL},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        const dt_model_params params = {.device = rows[i].device, .device_split = rows[i].split};
+        dt_model *model = NULL;
+        dt_error error = {0};
+        const dt_status status = dt_model_open(path, &params, &model, &error);
+        if (rows[i].where != NULL) {
+            assert_int_equal(status, DT_OK);
+            assert_string_equal(dt_model_get_info(model)->device, rows[i].where);
+        } else {
+            assert_int_equal(status, DT_ERR_ARGUMENT);
+            assert_non_null(strstr(error.message, "does not share layers between"));
+        }
+        dt_model_close(model);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shapes),         cmocka_unit_test(test_eviction_is_hiding),
@@ -578,7 +618,7 @@ int main(void) {
         cmocka_unit_test(test_windows),        cmocka_unit_test(test_forks_files_and_rewinds),
         cmocka_unit_test(test_families),       cmocka_unit_test(test_long_run_and_drafts),
         cmocka_unit_test(test_errors),         cmocka_unit_test(test_group),
-        cmocka_unit_test(test_no_slots),
+        cmocka_unit_test(test_no_slots),       cmocka_unit_test(test_shares),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

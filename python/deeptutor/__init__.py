@@ -36,9 +36,11 @@ def set_log(function):
 class Model:
     """Weights and tokenizer of a GGUF file."""
 
-    def __init__(self, path, no_mmap=False, device=None, n_device_layers=0):
+    def __init__(self, path, no_mmap=False, device=None, n_device_layers=0, device_split=None, rpc_timeout_s=0):
+        """With a device rpc=HOST:PORT a server that goes away ends this process (deeptutor.h, docs/cluster.md)."""
         self._handle = ctypes.c_void_p()
-        params = dt_model_params(no_mmap=no_mmap, device=device.encode() if device else None, n_device_layers=n_device_layers)
+        params = dt_model_params(no_mmap=no_mmap, device=device.encode() if device else None, n_device_layers=n_device_layers,
+                                 device_split=device_split.encode() if device_split else None, rpc_timeout_s=rpc_timeout_s)
         call("dt_model_open", os.fsencode(path), params, ctypes.byref(self._handle))
         info = lib.dt_model_get_info(self._handle).contents
         self.info = {name: getattr(info, name) for name, _ in info._fields_}

@@ -24,7 +24,7 @@ class dt_error(Structure):
 
 class dt_model_params(Structure):
     _fields_ = [("no_mmap", c_bool), ("no_extra_buffers", c_bool), ("no_tokenizer", c_bool), ("device", c_char_p),
-                ("n_device_layers", c_int32)]
+                ("n_device_layers", c_int32), ("device_split", c_char_p), ("rpc_timeout_s", c_int32)]
 
 
 class dt_model_info(Structure):

@@ -10,6 +10,8 @@
 #include <string.h>
 
 #define LAYER_REQUESTS 24
+#define ROUNDING 1e-6 /* a third of 3 layers is 1 */
+#define DEFAULT_TIMEOUT_S 600
 #define MODEL_REQUESTS (4 + DT_MAX_DEVICES)
 
 typedef struct request_list {
@@ -129,18 +131,87 @@ static void ask_model(request_list *list, dt_decoder *d) {
     }
 }
 
-/* The first so many layers go to the devices, each taking about as many; what comes after the layers goes along where all do. */
+/* A number such as 3 or 0.25 at *text, which moves behind it; -1: there is none. The host's locale has no say. */
+static double read_share(const char **text) {
+    const char *c = *text;
+    double value = 0, unit = 1;
+    bool fraction = false;
+    for (; (*c >= '0' && *c <= '9') || (*c == '.' && !fraction); c++) {
+        fraction = fraction || *c == '.';
+        unit *= fraction && *c != '.' ? 0.1 : 1;
+        value = *c == '.' ? value : fraction ? value + (*c - '0') * unit : value * 10 + (*c - '0');
+    }
+    const bool is_number = c > *text && (c > *text + 1 || *c != '.') && value <= 1e9;
+    *text = c;
+    return is_number ? value : -1;
+}
+
+/* What each of n devices takes of the layers, in any unit: as asked for, else the memory it has free, else all the same. */
+static dt_status read_shares(const dt_decoder *d, const dt_model_params *params, int32_t n, double *shares, dt_error *error) {
+    const char *c = params->device_split;
+    double sum = 0;
+    bool all_told = true;
+    if (c != NULL) {
+        int32_t found = 0;
+        bool good = true;
+        while (good) {
+            const double share = read_share(&c);
+            good = share >= 0 && found < n;
+            if (good) {
+                shares[found++] = share;
+                sum += share;
+            }
+            if (*c != ',' && *c != '/') {
+                break;
+            }
+            c++;
+        }
+        return good && *c == 0 && found == n && sum > 0
+                   ? DT_OK
+                   : dt_fail(error, DT_ERR_ARGUMENT,
+                             "'%s' does not share layers between %d devices; give a number for each, such as %s",
+                             params->device_split, n,
+                             n == 1   ? "1"
+                             : n == 2 ? "3,1"
+                                      : "3,1,1");
+    }
+    for (int32_t i = 0; i < n; i++) {
+        size_t available = 0, total = 0;
+        ggml_backend_dev_memory(d->devices[1 + i], &available, &total);
+        shares[i] = (double)available;
+        all_told = all_told && available > 0;
+    }
+    for (int32_t i = 0; i < n && !all_told; i++) {
+        shares[i] = 1;
+    }
+    return DT_OK;
+}
+
+/* The first so many layers go to the devices; what comes after the layers goes along where all do. */
 static dt_status share_layers(dt_decoder *d, const dt_model_params *params, dt_error *error) {
     const int32_t n_layers = d->hp.n_layers;
-    const dt_status status = dt_devices_find(params->device, &d->devices[1], DT_MAX_DEVICES - 1, &d->n_devices, error);
+    double shares[DT_MAX_DEVICES] = {0}, sum = 0, before = 0;
+    const int32_t timeout_s = params->rpc_timeout_s > 0 ? params->rpc_timeout_s : DEFAULT_TIMEOUT_S;
+    dt_status status = dt_devices_find(params->device, timeout_s, &d->devices[1], DT_MAX_DEVICES - 1, &d->n_devices, error);
+    for (int32_t i = 1; status == DT_OK && i <= d->n_devices; i++) {
+        d->connections[i] = dt_device_is_remote(d->devices[i]) ? dt_ggml_new_backend(d->devices[i]) : NULL;
+    }
+    if (status == DT_OK && (d->n_devices > 0 || params->device_split != NULL)) {
+        status = read_shares(d, params, d->n_devices, shares, error);
+    }
     if (status != DT_OK) {
         return status;
+    }
+    for (int32_t i = 0; i < d->n_devices; i++) {
+        sum += shares[i];
     }
     const int32_t n = d->n_devices, wanted = params->n_device_layers > 0 ? params->n_device_layers : INT32_MAX;
     const int32_t n_given = n > 0 ? DT_MIN(wanted, n_layers) : 0;
     snprintf(d->device_text, sizeof d->device_text, "cpu");
     for (int32_t i = 0, at = 0; i < n; i++) {
-        const int32_t first = (int32_t)((int64_t)n_given * i / n), end = (int32_t)((int64_t)n_given * (i + 1) / n);
+        const int32_t first = (int32_t)(n_given * (before / sum) + ROUNDING);
+        const int32_t end = i + 1 < n ? (int32_t)(n_given * ((before + shares[i]) / sum) + ROUNDING) : n_given;
+        before += shares[i];
         memset(d->layer_device + first, 1 + i, (size_t)(end - first));
         if (end > first && at < (int32_t)sizeof d->device_text) {
             at += snprintf(d->device_text + at, sizeof d->device_text - (size_t)at, "%s%s (layers %d-%d)", at > 0 ? ", " : "",
@@ -238,6 +309,11 @@ void dt_decoder_free(dt_decoder *decoder) {
         return;
     }
     dt_weights_free(decoder->weights);
+    for (int32_t i = 0; i < DT_MAX_DEVICES; i++) {
+        if (decoder->connections[i]) {
+            ggml_backend_free(decoder->connections[i]);
+        }
+    }
     free(decoder->layers);
     free(decoder->rope_frequencies);
     free(decoder->layer_device);

@@ -34,9 +34,11 @@ typedef struct dt_decoder {
     dt_hparams hp;
     ggml_backend_dev_t devices[DT_MAX_DEVICES]; /* [0] is the CPU, with our own kernels; the others run plain ggml operators */
     int32_t n_devices;
-    uint8_t *layer_device; /* [L] index into devices */
-    int32_t head_device;   /* of output_norm and output; the embedding is always the CPU's */
-    char device_text[128]; /* for logs: "cpu", "CUDA0 (layers 0-15)" */
+    uint8_t *layer_device;  /* [L] index into devices */
+    int32_t head_device;    /* of output_norm and output; the embedding is always the CPU's */
+    char device_text[1024]; /* for logs: "cpu", "CUDA0 (layers 0-15)" */
+    /* To other machines, kept open from the first moment on: a server leaves a client that hangs up for the next one. NULL else. */
+    ggml_backend_t connections[DT_MAX_DEVICES];
     dt_weights *weights;
     struct ggml_tensor *token_embedding;              /* [E, V], in the file's layout, for get_rows */
     struct ggml_tensor *output_norm;                  /* [E] */

@@ -53,7 +53,7 @@ static void *reserve(dt_device_cache *cache, scratch *s, size_t bytes) {
 static dt_status fail_device(const dt_device_cache *cache, const dt_device_layer *layer, const char *what, dt_error *error) {
     return dt_fail(error, DT_ERR_COMPUTE,
                    "the device %s failed %s; is it still there, with memory free? Fewer layers on it (-ngl) help",
-                   ggml_backend_dev_name(cache->decoder->devices[layer->device]), what);
+                   dt_device_name(cache->decoder->devices[layer->device]), what);
 }
 
 /* ---- a layer's memory ---- */
@@ -153,7 +153,7 @@ static dt_status fail_room(const dt_device_cache *cache, const dt_device_layer *
         error, DT_ERR_MEMORY,
         "the device %s has no %.1f MiB left for the KV cache; use --cache-eviction, --kv-type int8, a shorter context (-c) or "
         "fewer layers on it (-ngl)",
-        ggml_backend_dev_name(cache->decoder->devices[layer->device]), (double)bytes / MIB);
+        dt_device_name(cache->decoder->devices[layer->device]), (double)bytes / MIB);
 }
 
 /* Gives a layer another capacity; its rows up to the smaller one stay. Nothing may be pending. */
@@ -391,7 +391,7 @@ dt_status dt_device_cache_new(const dt_decoder *decoder, dt_memory *memory, cons
             status = dt_fail(error, DT_ERR_UNSUPPORTED,
                              "layer %d is computed by %s, where the score \"%s\" can't be collected; use \"fast\", or leave the "
                              "layer to the CPU's own kernels",
-                             i, ggml_backend_dev_name(decoder->devices[cache->layers[i].device]), policy->score_name);
+                             i, dt_device_name(decoder->devices[cache->layers[i].device]), policy->score_name);
         } else if (cache->layers[i].device >= 0 && policy != NULL && policy->needs_mass) {
             status = new_ring(cache, &cache->layers[i], error);
         }
@@ -756,7 +756,7 @@ dt_status dt_device_cache_fill_inputs(dt_device_cache *cache, const dt_kv *kv, c
     }
     return done ? DT_OK
                 : dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input",
-                          ggml_backend_dev_name(cache->decoder->devices[device]));
+                          dt_device_name(cache->decoder->devices[device]));
 }
 
 void dt_device_cache_computed(dt_device_cache *cache, const dt_device_sight *sight) {

@@ -1,10 +1,12 @@
 /*
  * Finding devices in ggml's registry. A backend that was built in but found no hardware is told apart from one that was not built
- * in. Invariant: nothing here starts a device; listing them may ask a driver.
+ * in. Other machines are in no registry: they are asked for by address (rpc.h). Invariant: nothing here starts a device; listing
+ * them may ask a driver, and asks no other machine.
  */
 #define _POSIX_C_SOURCE 200809L /* strcasecmp */
 #include "graph/devices.h"
 
+#include "graph/rpc.h"
 #include "weights/ggml_calls.h"
 
 #include <stdio.h>
@@ -14,12 +16,11 @@
 
 #define MIB 1048576.0
 #define LIST_BYTES 8192
+#define NAME_BYTES 300 /* of a device: a host's name has at most 253 */
 
 static const struct { const char *name, *registry; } aliases[] = {{"metal", "MTL"}, {"vk", "Vulkan"}};
 
 static bool is_cpu(ggml_backend_dev_t device) { return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU; }
-
-const char *dt_device_name(ggml_backend_dev_t device) { return is_cpu(device) ? "ggml-cpu" : ggml_backend_dev_name(device); }
 
 /* Devices that layers can go to: no helpers of the CPU (BLAS), not the CPU itself. */
 static bool takes_layers(ggml_backend_dev_t device) {
@@ -53,12 +54,16 @@ static bool is_idle_backend(const char *name) {
 }
 
 static dt_status fail_unknown(const char *name, dt_error *error) {
-    char known[512] = "cpu";
-    for (size_t i = 0, at = 3; i < ggml_backend_dev_count() && at < sizeof known; i++) {
+    char known[512];
+    snprintf(known, sizeof known, "cpu%s", ggml_backend_reg_by_name("RPC") != NULL ? ", rpc=HOST:PORT" : "");
+    for (size_t i = 0, at = strlen(known); i < ggml_backend_dev_count() && at < sizeof known; i++) {
         ggml_backend_dev_t device = ggml_backend_dev_get(i);
         if (takes_layers(device)) {
             at += (size_t)snprintf(known + at, sizeof known - at, ", %s", ggml_backend_dev_name(device));
         }
+    }
+    if (strcasecmp(name, "rpc") == 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "another machine is named by its address: rpc=HOST:PORT (docs/cluster.md)");
     }
     if (is_idle_backend(name)) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
@@ -68,29 +73,73 @@ static dt_status fail_unknown(const char *name, dt_error *error) {
                    "no device '%s'; this build knows: %s. Others come with bash run.sh --cuda, --metal or --vulkan", name, known);
 }
 
-dt_status dt_devices_find(const char *spec, ggml_backend_dev_t *out, int32_t most, int32_t *n, dt_error *error) {
+/* Takes the next of names separated by commas from *spec; false after the last. */
+static bool next_name(const char **spec, char out[NAME_BYTES]) {
+    if (*spec == NULL) {
+        return false;
+    }
+    const size_t length = strcspn(*spec, ",");
+    snprintf(out, NAME_BYTES, "%.*s", (int)DT_MIN(length, NAME_BYTES - 1), *spec);
+    *spec = (*spec)[length] == 0 ? NULL : *spec + length + 1;
+    return true;
+}
+
+/* The devices of one name. */
+static dt_status find_named(const char *name, int32_t rpc_timeout_s, ggml_backend_dev_t *out, int32_t most, int32_t *n,
+                            dt_error *error) {
+    if (most <= 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "more than %d devices", DT_MAX_DEVICES - 1);
+    }
+    if (dt_rpc_endpoint(name) != NULL) {
+        return dt_rpc_open(dt_rpc_endpoint(name), rpc_timeout_s, out, most, n, error);
+    }
+    out[0] = strcasecmp(name, "ggml-cpu") == 0 ? dt_ggml_cpu_device() : find_device(name);
+    *n = 1;
+    return out[0] != NULL ? DT_OK : fail_unknown(name, error);
+}
+
+dt_status dt_devices_find(const char *spec, int32_t rpc_timeout_s, ggml_backend_dev_t *out, int32_t most, int32_t *n,
+                          dt_error *error) {
+    char name[NAME_BYTES];
     *n = 0;
     if (spec == NULL || strcasecmp(spec, "cpu") == 0) {
         return DT_OK;
     }
     (void)dt_ggml_device_count(); /* fills the registry */
-    while (true) {
-        char name[64];
-        const size_t length = strcspn(spec, ",");
-        snprintf(name, sizeof name, "%.*s", (int)DT_MIN(length, sizeof name - 1), spec);
-        ggml_backend_dev_t device = strcasecmp(name, "ggml-cpu") == 0 ? dt_ggml_cpu_device() : find_device(name);
-        if (device == NULL) {
-            return fail_unknown(name, error);
+    while (next_name(&spec, name)) {
+        int32_t n_here = 0;
+        const dt_status status = find_named(name, rpc_timeout_s, out + *n, most - *n, &n_here, error);
+        if (status != DT_OK) {
+            return status;
         }
-        if (*n == most) {
-            return dt_fail(error, DT_ERR_ARGUMENT, "more than %d devices", most);
+        for (int32_t i = 0; i < *n; i++) {
+            if (out[i] == out[*n] && dt_device_is_remote(out[i])) {
+                return dt_fail(error, DT_ERR_ARGUMENT, "the RPC server %s is named twice", dt_rpc_endpoint(name));
+            }
         }
-        out[(*n)++] = device;
-        if (spec[length] == 0) {
-            return DT_OK;
-        }
-        spec += length + 1;
+        *n += n_here;
     }
+    return DT_OK;
+}
+
+dt_status dt_devices_check(const char *spec, dt_error *error) {
+    char name[NAME_BYTES];
+    dt_status status = DT_OK;
+    while (status == DT_OK && next_name(&spec, name)) {
+        status = dt_rpc_endpoint(name) != NULL ? dt_rpc_check(dt_rpc_endpoint(name), error) : DT_OK;
+    }
+    return status;
+}
+
+int32_t dt_devices_of_this_machine(ggml_backend_dev_t *out, int32_t most) {
+    int32_t n = 0;
+    for (size_t i = 0, n_all = dt_ggml_device_count(); i < n_all && n < most; i++) {
+        ggml_backend_dev_t device = ggml_backend_dev_get(i);
+        if (takes_layers(device)) {
+            out[n++] = device;
+        }
+    }
+    return n;
 }
 
 dt_status dt_devices_describe(char **out, dt_error *error) {
@@ -112,7 +161,9 @@ dt_status dt_devices_describe(char **out, dt_error *error) {
     }
     for (size_t i = 0; i < ggml_backend_reg_count() && at < LIST_BYTES; i++) {
         ggml_backend_reg_t registry = ggml_backend_reg_get(i);
-        if (ggml_backend_reg_dev_count(registry) == 0) {
+        if (strcmp(ggml_backend_reg_name(registry), "RPC") == 0) {
+            at += (size_t)snprintf(text + at, LIST_BYTES - at, "rpc=HOST:PORT  another machine that runs deeptutor-rpc-server\n");
+        } else if (ggml_backend_reg_dev_count(registry) == 0) {
             at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-10s built in, but no device was found\n",
                                    ggml_backend_reg_name(registry));
         }

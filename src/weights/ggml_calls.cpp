@@ -68,6 +68,15 @@ bool dt_ggml_allocate_graph(ggml_gallocr_t allocator, struct ggml_cgraph *graph)
     return caught(false, [&] { return ggml_gallocr_alloc_graph(allocator, graph); });
 }
 
+ggml_backend_reg_t dt_ggml_add_server(ggml_backend_reg_t (*add_server)(const char *endpoint), const char *endpoint) {
+    return caught<ggml_backend_reg_t>(nullptr, [&] { return add_server(endpoint); });
+}
+
+void dt_ggml_serve(void (*start)(const char *, const char *, size_t, size_t, ggml_backend_dev_t *), const char *endpoint,
+                   const char *cache, size_t n_threads, size_t n, ggml_backend_dev_t *devices) {
+    caught(false, [&] { return start(endpoint, cache, n_threads, n, devices), true; });
+}
+
 enum ggml_status dt_ggml_compute(ggml_backend_t backend, struct ggml_cgraph *graph) {
     return caught(GGML_STATUS_ALLOC_FAILED, [&] { return ggml_backend_graph_compute(backend, graph); });
 }

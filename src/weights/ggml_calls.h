@@ -39,6 +39,11 @@ bool dt_ggml_clear(ggml_backend_buffer_t buffer);
 ggml_backend_t dt_ggml_new_backend(ggml_backend_dev_t device);
 /* ggml_gallocr_alloc_graph */
 bool dt_ggml_allocate_graph(ggml_gallocr_t allocator, struct ggml_cgraph *graph);
+/* ggml_backend_rpc_add_server, given as its address: a build may lack it */
+ggml_backend_reg_t dt_ggml_add_server(ggml_backend_reg_t (*add_server)(const char *endpoint), const char *endpoint);
+/* likewise ggml_backend_rpc_start_server; returns on failure */
+void dt_ggml_serve(void (*start)(const char *, const char *, size_t, size_t, ggml_backend_dev_t *), const char *endpoint,
+                   const char *cache, size_t n_threads, size_t n, ggml_backend_dev_t *devices);
 /* ggml_backend_graph_compute */
 enum ggml_status dt_ggml_compute(ggml_backend_t backend, struct ggml_cgraph *graph);
 

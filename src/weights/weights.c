@@ -316,7 +316,7 @@ static dt_status plan_request(loader *l, const dt_weight_request *request, bool 
     if (home_index < 0) {
         return dt_fail(l->error, DT_ERR_UNSUPPORTED,
                        "the weights do not fit into %d buffers of the device %s; give it fewer layers (-ngl)", MAX_DEVICE_BUFFERS,
-                       ggml_backend_dev_name(request->device));
+                       dt_device_name(request->device));
     }
     if (request->device && (request->use == DT_USE_MATMUL || request->use == DT_USE_MATMUL_ID) &&
         !layout_takes(request->device, l->weights->homes[home_index].type, request, t)) {
@@ -324,7 +324,7 @@ static dt_status plan_request(loader *l, const dt_weight_request *request, bool 
             l->error, DT_ERR_UNSUPPORTED,
             "the device %s can't compute with %s weights (tensor '%s'); quantize the model to Q8_0, Q4_0 or Q4_K_M, or leave "
             "the layer to the CPU (-ngl)",
-            ggml_backend_dev_name(request->device), ggml_type_name(t->type), t->name);
+            dt_device_name(request->device), ggml_type_name(t->type), t->name);
     }
     const enum ggml_type type = home_index == HOME_PACKED            ? GGML_TYPE_I8
                                 : request->use == DT_USE_ELEMENTWISE ? GGML_TYPE_F32
@@ -495,7 +495,7 @@ static dt_status check_devices(const loader *l) {
         if (total > 0 && needed > available) {
             return dt_fail(l->error, DT_ERR_MEMORY,
                            "the layers given to device %s need %.0f MiB there, but only %.0f MiB are free; give it fewer (-ngl)",
-                           ggml_backend_dev_name(w->homes[h].device), (double)needed / MIB, (double)available / MIB);
+                           dt_device_name(w->homes[h].device), (double)needed / MIB, (double)available / MIB);
         }
     }
     return DT_OK;

@@ -75,6 +75,11 @@ uint64_t dt_weights_bytes(const dt_weights *weights); /* size of the tensors in 
 uint64_t dt_weights_n_params(const dt_weights *weights);
 const char *dt_weights_main_type(const dt_weights *weights); /* the type most matrix bytes have, "Q4_1" */
 
+/* For messages: "CUDA0", "ggml-cpu", or another machine's address. */
+const char *dt_device_name(ggml_backend_dev_t device);
+/* Of another machine, over RPC. */
+bool dt_device_is_remote(ggml_backend_dev_t device);
+
 /* DT_ERR_UNSUPPORTED, naming the instruction sets, where ggml was built for some that this processor lacks. To be asked before
  * anything of ggml's CPU backend runs. */
 dt_status dt_check_processor(dt_error *error);
