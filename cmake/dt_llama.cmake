@@ -124,6 +124,8 @@ function(dt_build_llama source)
     set(GGML_CUDA ${DT_CUDA})
     set(GGML_CUDA_NCCL OFF)
     set(GGML_CUDA_NO_VMM ON) # with it the programs would not even start where there is no driver
+    # which pairs of key and value types fused attention is compiled for; caches hold no others
+    set(GGML_CUDA_FA_QUANTS "f16-f16;q8_0-q8_0" CACHE STRING "of CUDA's fused attention")
     if(DT_CUDA_ARCHITECTURES)
         set(CMAKE_CUDA_ARCHITECTURES ${DT_CUDA_ARCHITECTURES})
     endif()
