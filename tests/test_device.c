@@ -6,6 +6,7 @@
  * has layers, weights and cache of its own. DT_TEST_DEVICE=vulkan (or another name) runs all of it there instead.
  */
 #include "engine/engine.h"
+#include "engine/session.h"
 #include "support/cmocka_all.h"
 #include "support/compare.h"
 #include "support/fixture.h"
@@ -181,6 +182,29 @@ static void test_eviction_is_hiding(void **state) {
     dt_model_close(plain);
 }
 
+/* Settings that foretell with made-up weights, the same for all layers; free with free(). */
+static char *predict_config(const dt_model *model) {
+    const dt_predict_shape shape = dt_session_predict_shape(model);
+    const dt_model_info *info = dt_model_get_info(model);
+    const size_t room = 200 + (size_t)(info->n_kv_heads[0] * dt_predict_n_weights(&shape)) * 12;
+    char *text = malloc(room);
+    assert_non_null(text);
+    size_t at = (size_t)snprintf(text, room,
+                                 "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 40, "
+                                 "\"min_cache_size\": 8, \"recent_window\": 8, \"weights\": [");
+    for (int32_t lane = 0; lane < info->n_kv_heads[0]; lane++) {
+        for (int32_t i = 0; i < dt_predict_n_weights(&shape); i++) {
+            at += (size_t)snprintf(text + at, room - at, "%s%.2f",
+                                   i > 0      ? ","
+                                   : lane > 0 ? "],["
+                                              : "[",
+                                   i == DT_PREDICT_DECAY ? -0.5 : 0.4 * ((i * 7 + lane * 5) % 11 - 5));
+        }
+    }
+    snprintf(text + at, room - at, "]]}}");
+    return text;
+}
+
 /* Where the kernels of the CPU have seen the last queries only, as a device does, both keep the same tokens. */
 static void test_same_decisions(void **state) {
     (void)state;
@@ -191,11 +215,13 @@ static void test_same_decisions(void **state) {
     const dt_model_info *info = dt_model_get_info(plain);
     int32_t tokens[N];
     random_tokens(tokens, N, 3, info->n_vocab, 13);
+    const size_t n_configs = sizeof configs / sizeof configs[0];
+    char *foretelling = predict_config(plain);
     way w;
     for (size_t i = 0; get_way(i, &w); i++) {
         dt_model *model = open_on(path, &w);
-        for (size_t c = 0; c < sizeof configs / sizeof configs[0]; c++) {
-            dt_eviction *eviction = eviction_from_json(plain, configs[c]);
+        for (size_t c = 0; c <= n_configs; c++) {
+            dt_eviction *eviction = eviction_from_json(plain, c < n_configs ? configs[c] : foretelling);
             dt_session_params here = small_params(NULL), there = small_params(&w);
             here.eviction = there.eviction = eviction;
             here.n_batch = there.n_batch = N;
@@ -230,6 +256,7 @@ static void test_same_decisions(void **state) {
         }
         dt_model_close(model);
     }
+    free(foretelling);
     dt_model_close(plain);
 }
 
