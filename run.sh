@@ -152,7 +152,7 @@ run.sh: (80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
     cmake --build build --target $target -j "$jobs" ||
         fail "the build failed; see above. To start over: rm -rf build && bash run.sh"
     for program in build/bin/*; do
-        if [ -f "$program" ]; then
+        if [ -f "$program" ] && [ "${program%.so*}" = "$program" ]; then # no library
             ln -sf "$program" "$(basename "$program")"
             say "./$(basename "$program") is ready"
         fi

@@ -1,6 +1,5 @@
 # cmake --install: the programs (./main as `deeptutor`), and with -DDT_SHARED=ON the library for other programs: libdeeptutor, which
 # holds ggml and libllama inside and exports the functions of deeptutor.h only, that header, deeptutor.pc and a CMake package.
-include(GNUInstallDirs)
 
 foreach(entry IN LISTS DT_PROGRAMS_HERE)
     string(REGEX REPLACE "=.*$" "" program "${entry}")
@@ -10,6 +9,11 @@ foreach(entry IN LISTS DT_PROGRAMS_HERE)
         install(PROGRAMS "$<TARGET_FILE:${program}>" DESTINATION "${CMAKE_INSTALL_BINDIR}")
     endif()
 endforeach()
+
+# ggml, libllama and the backends, which are looked for beside ggml.
+if(DT_BACKENDS_LOADABLE)
+    install(TARGETS ggml ggml-base llama ${GGML_AVAILABLE_BACKENDS} LIBRARY DESTINATION "${DT_LIBRARIES_DIR}")
+endif()
 
 if(DT_SHARED)
     # Functions are declared at the beginning of a line of the header.
@@ -25,6 +29,9 @@ if(DT_SHARED)
     add_library(deeptutor_shared SHARED $<TARGET_OBJECTS:deeptutor>)
     set_target_properties(deeptutor_shared PROPERTIES OUTPUT_NAME deeptutor EXPORT_NAME deeptutor LINKER_LANGUAGE CXX
         VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
+    if(DT_BACKENDS_LOADABLE)
+        set_target_properties(deeptutor_shared PROPERTIES INSTALL_RPATH "$ORIGIN/deeptutor")
+    endif()
     target_include_directories(deeptutor_shared INTERFACE
         "$<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
     target_link_libraries(deeptutor_shared PRIVATE

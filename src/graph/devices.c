@@ -61,8 +61,11 @@ static dt_status fail_unknown(const char *name, dt_error *error) {
         }
     }
     if (is_idle_backend(name)) {
-        return dt_fail(error, DT_ERR_UNSUPPORTED,
-                       "no %s device was found on this machine: is there one, and its driver? Devices: %s", name, known);
+        return dt_fail(
+            error, DT_ERR_UNSUPPORTED,
+            "no %s device was found on this machine: is there one, and its driver? (--log-level debug has what that said.) "
+            "Devices: %s",
+            name, known);
     }
     return dt_fail(error, DT_ERR_ARGUMENT,
                    "no device '%s'; this build knows: %s. Others come with bash run.sh --cuda, --metal or --vulkan", name, known);
@@ -93,7 +96,7 @@ dt_status dt_devices_find(const char *spec, ggml_backend_dev_t *out, int32_t mos
     }
 }
 
-dt_status dt_devices_describe(char **out, dt_error *error) {
+dt_status dt_devices_list(char **out, dt_error *error) {
     char *text = malloc(LIST_BYTES);
     if (text == NULL) {
         return dt_fail_memory(error, LIST_BYTES, "the list of devices");
