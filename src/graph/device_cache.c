@@ -505,7 +505,13 @@ static bool side_begin(side_graph *s) {
     return s->cgraph != NULL;
 }
 
+/* False also where the device lacks an operator: ggml would end the process. */
 static bool side_allocate(dt_device_cache *cache, const side_graph *s, int32_t device) {
+    for (int i = 0; i < ggml_graph_n_nodes(s->cgraph); i++) {
+        if (!ggml_backend_dev_supports_op(cache->decoder->devices[device], ggml_graph_node(s->cgraph, i))) {
+            return false;
+        }
+    }
     if (cache->allocators[device] == NULL) {
         cache->allocators[device] = ggml_gallocr_new(ggml_backend_dev_buffer_type(cache->decoder->devices[device]));
     }
