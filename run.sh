@@ -134,7 +134,7 @@ build() {
         [ -n "$architecture" ] || fail "no NVIDIA GPU here to compile for; name one: DT_CUDA_ARCHITECTURES=86 bash run.sh --cuda
 run.sh: (80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
         options="-DDT_CUDA=ON -DDT_CUDA_ARCHITECTURES=$architecture"
-        say "CUDA: for compute capability $architecture; compiling that takes long (half an hour on a few cores)"
+        say "CUDA: for compute capability $architecture; compiling that takes long (more than an hour of a core)"
     elif [ -n "$device" ]; then
         options="-DDT_$(printf '%s' "$device" | tr '[:lower:]' '[:upper:]')=ON"
     fi
@@ -152,7 +152,7 @@ run.sh: (80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
     cmake --build build --target $target -j "$jobs" ||
         fail "the build failed; see above. To start over: rm -rf build && bash run.sh"
     for program in build/bin/*; do
-        if [ -f "$program" ]; then
+        if [ -f "$program" ] && [ "${program%.so*}" = "$program" ]; then # no library
             ln -sf "$program" "$(basename "$program")"
             say "./$(basename "$program") is ready"
         fi

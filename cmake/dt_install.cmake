@@ -37,6 +37,11 @@ endif()
 file(WRITE "${CMAKE_BINARY_DIR}/copyright" "${copyright}")
 install(FILES "${CMAKE_BINARY_DIR}/copyright" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 
+# ggml, libllama and the backends, which are looked for beside ggml.
+if(DT_BACKENDS_LOADABLE)
+    install(TARGETS ggml ggml-base llama ${GGML_AVAILABLE_BACKENDS} LIBRARY DESTINATION "${DT_LIBRARIES_DIR}")
+endif()
+
 if(DT_SHARED)
     # Functions are declared at the beginning of a line of the header.
     file(STRINGS include/deeptutor.h declarations REGEX "^[a-z].*[ *]dt_[a-z0-9_]+\\(")
@@ -50,6 +55,9 @@ if(DT_SHARED)
     add_library(deeptutor_shared SHARED $<TARGET_OBJECTS:deeptutor>)
     set_target_properties(deeptutor_shared PROPERTIES OUTPUT_NAME deeptutor EXPORT_NAME deeptutor LINKER_LANGUAGE CXX
         VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
+    if(DT_BACKENDS_LOADABLE)
+        set_target_properties(deeptutor_shared PROPERTIES INSTALL_RPATH "$ORIGIN/deeptutor")
+    endif()
     target_include_directories(deeptutor_shared INTERFACE
         "$<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
     target_link_libraries(deeptutor_shared PRIVATE

@@ -115,17 +115,26 @@ endfunction()
 
 # A function, so that the settings of llama.cpp's build stay in here.
 function(dt_build_llama source)
-    set(BUILD_SHARED_LIBS OFF)
+    set(BUILD_SHARED_LIBS ${DT_BACKENDS_LOADABLE})
+    set(GGML_BACKEND_DL ${DT_BACKENDS_LOADABLE})
     set(GGML_NATIVE ${DT_NATIVE})
+    if(DT_BACKENDS_LOADABLE) # ggml allows no native CPU backend then: one for AVX2, or, with GGML_CPU_ALL_VARIANTS, the best one here
+        set(GGML_NATIVE OFF)
+        set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
+        set(CMAKE_INSTALL_RPATH "$ORIGIN")
+    endif()
     set(GGML_CCACHE OFF) # ours
     set(GGML_BLAS OFF)
     set(GGML_METAL ${DT_METAL})
+    set(GGML_METAL_EMBED_LIBRARY ON) # its default is what GGML_METAL was when the tree was first configured
     set(GGML_VULKAN ${DT_VULKAN})
     set(GGML_CUDA ${DT_CUDA})
     set(GGML_RPC ${DT_RPC})
     set(GGML_RPC_RDMA OFF) # one more library where it happens to be installed
     set(GGML_CUDA_NCCL OFF)
     set(GGML_CUDA_NO_VMM ON) # with it the programs would not even start where there is no driver
+    # which pairs of key and value types fused attention is compiled for; caches hold no others
+    set(GGML_CUDA_FA_QUANTS "f16-f16;q8_0-q8_0" CACHE STRING "of CUDA's fused attention")
     if(DT_CUDA_ARCHITECTURES)
         set(CMAKE_CUDA_ARCHITECTURES ${DT_CUDA_ARCHITECTURES})
     endif()
@@ -151,8 +160,10 @@ function(dt_build_llama source)
     set(CMAKE_MESSAGE_LOG_LEVEL WARNING)
     add_subdirectory("${source}" "${CMAKE_BINARY_DIR}/deps/llama.cpp" EXCLUDE_FROM_ALL)
     foreach(target ggml ggml-base ggml-cpu llama) # no warnings of ours inside their headers
-        get_target_property(directories ${target} INTERFACE_INCLUDE_DIRECTORIES)
-        if(directories)
+        if(TARGET ${target})
+            get_target_property(directories ${target} INTERFACE_INCLUDE_DIRECTORIES)
+        endif()
+        if(TARGET ${target} AND directories)
             set_target_properties(${target} PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${directories}")
         endif()
     endforeach()

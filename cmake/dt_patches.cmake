@@ -690,6 +690,25 @@ ggml_backend_event_t rpc_dispatcher::event_new(ggml_backend_dev_t dev) {
 ]==])
 endfunction()
 
+# The Vulkan headers of Debian 12 (1.3.239) know no VK_EXT_layer_settings; ggml only tells validation layers something by it.
+function(dt_patch_vulkan source)
+    set(file "${source}/ggml/src/ggml-vulkan/ggml-vulkan.cpp")
+    dt_replace_in("${file}" [==[
+    VkBool32 enable_best_practice = layer_settings;
+]==] [==[
+#ifdef VK_EXT_layer_settings
+    VkBool32 enable_best_practice = layer_settings;
+]==])
+    dt_replace_in("${file}" [==[
+    vk::InstanceCreateInfo instance_create_info(vk::InstanceCreateFlags{}, &app_info, layers, extensions, &layer_setting_info);
+]==] [==[
+    vk::InstanceCreateInfo instance_create_info(vk::InstanceCreateFlags{}, &app_info, layers, extensions, &layer_setting_info);
+#else
+    vk::InstanceCreateInfo instance_create_info(vk::InstanceCreateFlags{}, &app_info, layers, extensions);
+#endif
+]==])
+endfunction()
+
 function(dt_patch_llama source)
     dt_patch_waiting("${source}")
     dt_patch_memory("${source}")
@@ -697,4 +716,5 @@ function(dt_patch_llama source)
     dt_patch_schemas("${source}")
     dt_patch_grammars("${source}")
     dt_patch_rpc("${source}")
+    dt_patch_vulkan("${source}")
 endfunction()

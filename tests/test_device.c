@@ -6,6 +6,7 @@
  * has layers, weights and cache of its own. DT_TEST_DEVICE=vulkan (or another name) runs all of it there instead.
  */
 #include "engine/engine.h"
+#include "engine/session.h"
 #include "support/cmocka_all.h"
 #include "support/compare.h"
 #include "support/fixture.h"
@@ -181,6 +182,29 @@ static void test_eviction_is_hiding(void **state) {
     dt_model_close(plain);
 }
 
+/* Settings that foretell with made-up weights, the same for all layers; free with free(). */
+static char *predict_config(const dt_model *model) {
+    const dt_predict_shape shape = dt_session_predict_shape(model);
+    const dt_model_info *info = dt_model_get_info(model);
+    const size_t room = 200 + (size_t)(info->n_kv_heads[0] * dt_predict_n_weights(&shape)) * 12;
+    char *text = malloc(room);
+    assert_non_null(text);
+    size_t at = (size_t)snprintf(text, room,
+                                 "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 40, "
+                                 "\"min_cache_size\": 8, \"recent_window\": 8, \"weights\": [");
+    for (int32_t lane = 0; lane < info->n_kv_heads[0]; lane++) {
+        for (int32_t i = 0; i < dt_predict_n_weights(&shape); i++) {
+            at += (size_t)snprintf(text + at, room - at, "%s%.2f",
+                                   i > 0      ? ","
+                                   : lane > 0 ? "],["
+                                              : "[",
+                                   i == DT_PREDICT_DECAY ? -0.5 : 0.4 * ((i * 7 + lane * 5) % 11 - 5));
+        }
+    }
+    snprintf(text + at, room - at, "]]}}");
+    return text;
+}
+
 /* Where the kernels of the CPU have seen the last queries only, as a device does, both keep the same tokens. */
 static void test_same_decisions(void **state) {
     (void)state;
@@ -191,11 +215,13 @@ static void test_same_decisions(void **state) {
     const dt_model_info *info = dt_model_get_info(plain);
     int32_t tokens[N];
     random_tokens(tokens, N, 3, info->n_vocab, 13);
+    const size_t n_configs = sizeof configs / sizeof configs[0];
+    char *foretelling = predict_config(plain);
     way w;
     for (size_t i = 0; get_way(i, &w); i++) {
         dt_model *model = open_on(path, &w);
-        for (size_t c = 0; c < sizeof configs / sizeof configs[0]; c++) {
-            dt_eviction *eviction = eviction_from_json(plain, configs[c]);
+        for (size_t c = 0; c <= n_configs; c++) {
+            dt_eviction *eviction = eviction_from_json(plain, c < n_configs ? configs[c] : foretelling);
             dt_session_params here = small_params(NULL), there = small_params(&w);
             here.eviction = there.eviction = eviction;
             here.n_batch = there.n_batch = N;
@@ -230,6 +256,7 @@ static void test_same_decisions(void **state) {
         }
         dt_model_close(model);
     }
+    free(foretelling);
     dt_model_close(plain);
 }
 
@@ -420,25 +447,26 @@ static void test_long_run_and_drafts(void **state) {
     }
 }
 
-/* Sessions of a group, whose steps are computed one by one there, are what they are alone. */
+/* Sessions of a group, more than go into one batch, are what they are alone but for the rounding of larger batches: read in chunks
+ * of different sizes, decoded beside others that read, evicted from, one freed on the way. */
 static void test_group(void **state) {
     (void)state;
-    enum { N = 70, STEPS = 12 };
+    enum { N = 70, STEPS = 12, SESSIONS = DT_MAX_ELSEWHERE + 2 };
     const tiny_model_params p = model_params();
     const char *path = write_tiny(&p);
     way w;
     for (size_t i = 0; get_way(i, &w); i++) {
         dt_model *model = open_on(path, &w);
         const int32_t n_vocab = dt_model_get_info(model)->n_vocab;
-        dt_eviction *eviction = eviction_from_json(model, configs[1]);
+        dt_eviction *eviction = eviction_from_json(model, configs[0]);
         dt_group *group = NULL;
         dt_error error = {0};
         const dt_group_params group_params = {.n_threads = 1, .kernel = w.kernel};
         assert_int_equal(dt_group_new(model, &group_params, &group, &error), DT_OK);
-        dt_session *alone[2], *together[2];
-        int32_t tokens[2][N + STEPS];
-        dt_step steps[2];
-        for (int s = 0; s < 2; s++) {
+        dt_session *alone[SESSIONS], *together[SESSIONS];
+        int32_t tokens[SESSIONS][N + STEPS], n_read[SESSIONS];
+        dt_step steps[SESSIONS];
+        for (int s = 0; s < SESSIONS; s++) {
             dt_session_params params = small_params(&w);
             params.n_batch = N;
             params.eviction = eviction;
@@ -446,26 +474,91 @@ static void test_group(void **state) {
             params.group = group;
             together[s] = open_session(model, &params);
             random_tokens(tokens[s], N + STEPS, 3, n_vocab, 37 + (uint64_t)s);
-            sync_tokens(alone[s], tokens[s], N);
-            steps[s] = (dt_step){.session = together[s], .tokens = tokens[s], .n = N, .probability = 1.0f};
+            n_read[s] = N - 2 * s;
+            sync_tokens(alone[s], tokens[s], (size_t)n_read[s]);
+            steps[s] = (dt_step){.session = together[s], .tokens = tokens[s], .n = n_read[s], .probability = 1.0f};
         }
-        assert_int_equal(dt_group_step(group, steps, 2, &error), DT_OK);
-        for (int32_t t = N; t < N + STEPS; t++) {
-            for (int s = 0; s < 2; s++) {
-                append_token(alone[s], tokens[s][t]);
-                steps[s] = (dt_step){.session = together[s], .tokens = tokens[s] + t, .n = 1, .probability = 1.0f};
+        assert_int_equal(dt_group_step(group, steps, 3, &error), DT_OK);
+        assert_int_equal(dt_group_step(group, steps + 3, SESSIONS - 3, &error), DT_OK);
+        double worst = 0;
+        for (int32_t t = 0; t < STEPS; t++) {
+            const int n = SESSIONS - (t > 6); /* the last one goes */
+            if (t == 7) {
+                dt_session_free(together[n]);
+                dt_session_free(alone[n]);
             }
-            assert_int_equal(dt_group_step(group, steps, 2, &error), DT_OK);
-            for (int s = 0; s < 2; s++) {
-                assert_memory_equal(dt_session_logits(together[s]), dt_session_logits(alone[s]), (size_t)n_vocab * sizeof(float));
+            for (int s = 0; s < n; s++) {
+                append_token(alone[s], tokens[s][n_read[s] + t]);
+                steps[s] = (dt_step){.session = together[s], .tokens = tokens[s] + n_read[s] + t, .n = 1, .probability = 1.0f};
+            }
+            assert_int_equal(dt_group_step(group, steps, (size_t)n, &error), DT_OK);
+            for (int s = 0; s < n; s++) {
+                const double off = logit_error(dt_session_logits(together[s]), dt_session_logits(alone[s]), (size_t)n_vocab);
+                worst = off > worst ? off : worst;
+                assert_int_equal(dt_session_check(together[s], &error), DT_OK);
             }
         }
-        for (int s = 0; s < 2; s++) {
+        print_message("%s %s, group: %.5f\n", w.device ? w.device : "cpu", w.kernel ? w.kernel : "", worst);
+        assert_true(worst <= tolerance(&w, DT_KV_F16));
+        for (int s = 0; s < SESSIONS - 1; s++) {
             dt_session_free(alone[s]);
             dt_session_free(together[s]);
         }
         dt_group_free(group);
         dt_eviction_free(eviction);
+        dt_model_close(model);
+    }
+}
+
+/* One session of a batch that has no room left on its device does not hold up the others. */
+static void test_group_without_room(void **state) {
+    (void)state;
+    enum { FEW = 8, MANY = 600, SESSIONS = 3 };
+    const tiny_model_params p = model_params();
+    const char *path = write_tiny(&p);
+    way w;
+    for (size_t i = 0; get_way(i, &w); i++) {
+        dt_model *model = open_on(path, &w);
+        int32_t tokens[MANY];
+        random_tokens(tokens, MANY, 3, dt_model_get_info(model)->n_vocab, 41);
+        uint64_t limit = 0;
+        for (int32_t round = 0; round < 2; round++) { /* without a limit; with one that the second step would go past */
+            const dt_group_params params = {.n_threads = 1, .kernel = w.kernel, .kv_memory = limit};
+            dt_group *group = NULL;
+            dt_error error = {0};
+            assert_int_equal(dt_group_new(model, &params, &group, &error), DT_OK);
+            dt_session *sessions[SESSIONS];
+            dt_step steps[SESSIONS];
+            for (int s = 0; s < SESSIONS; s++) {
+                dt_session_params own = small_params(&w);
+                own.group = group;
+                own.n_batch = MANY;
+                sessions[s] = open_session(model, &own);
+                steps[s] = (dt_step){.session = sessions[s], .tokens = tokens, .n = FEW, .probability = 1.0f};
+            }
+            assert_int_equal(dt_group_step(group, steps, SESSIONS, &error), DT_OK);
+            dt_group_stats before, after;
+            dt_group_get_stats(group, &before);
+            for (int s = 0; s < SESSIONS; s++) {
+                steps[s].n = s == 1 ? MANY : 1;
+            }
+            const dt_status wanted = round == 0 ? DT_OK : DT_ERR_MEMORY;
+            assert_int_equal(dt_group_step(group, steps, SESSIONS, &error), wanted);
+            assert_int_equal(steps[1].error.code, wanted);
+            for (int s = 0; s < SESSIONS; s++) {
+                size_t n;
+                (void)dt_session_tokens(sessions[s], &n);
+                assert_true(s == 1 || steps[s].error.code == DT_OK);
+                assert_int_equal(n, s != 1 ? FEW + 1 : round == 0 ? FEW + MANY : FEW);
+                assert_int_equal(dt_session_check(sessions[s], &error), DT_OK);
+            }
+            dt_group_get_stats(group, &after);
+            limit = before.kv_bytes + (after.kv_bytes - before.kv_bytes) / 2;
+            for (int s = 0; s < SESSIONS; s++) {
+                dt_session_free(sessions[s]);
+            }
+            dt_group_free(group);
+        }
         dt_model_close(model);
     }
 }
@@ -613,12 +706,19 @@ static void test_shares(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shapes),         cmocka_unit_test(test_eviction_is_hiding),
-        cmocka_unit_test(test_same_decisions), cmocka_unit_test(test_biases),
-        cmocka_unit_test(test_windows),        cmocka_unit_test(test_forks_files_and_rewinds),
-        cmocka_unit_test(test_families),       cmocka_unit_test(test_long_run_and_drafts),
-        cmocka_unit_test(test_errors),         cmocka_unit_test(test_group),
-        cmocka_unit_test(test_no_slots),       cmocka_unit_test(test_shares),
+        cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_eviction_is_hiding),
+        cmocka_unit_test(test_same_decisions),
+        cmocka_unit_test(test_biases),
+        cmocka_unit_test(test_windows),
+        cmocka_unit_test(test_forks_files_and_rewinds),
+        cmocka_unit_test(test_families),
+        cmocka_unit_test(test_long_run_and_drafts),
+        cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_group),
+        cmocka_unit_test(test_group_without_room),
+        cmocka_unit_test(test_no_slots),
+        cmocka_unit_test(test_shares),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests of caches on devices, on Mesa's software Vulkan device (lavapipe): it needs no GPU. Builds in build-vulkan/; compiling
-# ggml's shaders takes long (about an hour on 2 cores). Debian: apt-get install mesa-vulkan-drivers libvulkan-dev glslc spirv-headers
+# ggml's shaders takes a while. Debian: apt-get install mesa-vulkan-drivers libvulkan-dev glslc spirv-headers
 set -eu
 cd "$(dirname "$0")/.."
 cmake -S . -B build-vulkan -DDT_VULKAN=ON >/dev/null

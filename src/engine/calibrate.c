@@ -94,7 +94,7 @@ static void add_lane(const dt_calibration *c, const dt_session *s, int32_t layer
         if (positions[i] < SKIPPED) {
             continue;
         }
-        dt_kv_get_entry(s->kv, layer, lane, i, key, value);
+        (void)dt_kv_get_entries(s->kv, layer, lane, i, 1, key, value);
         row[DT_PREDICT_BIAS] = 1;
         row[DT_PREDICT_DECAY] = dt_predict_decay_feature((int64_t)s->n_tokens - positions[i]);
         dt_predict_features(&c->shape, key, value, row + DT_PREDICT_FEATURES);

@@ -51,7 +51,7 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
     g->model = model;
     g->kernel = kernel;
     g->kernel_name = no_flash ? "ggml_matmul" : is_ggml ? "ggml" : kernel->name;
-    g->one_by_one = is_ggml || model->decoder->n_devices > 1;
+    g->most_at_once = is_ggml || model->decoder->n_devices > 1 ? DT_MAX_ELSEWHERE : INT32_MAX;
     g->is_private = is_private;
     g->n_threads = p->n_threads > 0 ? p->n_threads : dt_physical_cores();
     g->n_threads_batch = p->n_threads_batch > 0 ? p->n_threads_batch : g->n_threads;
@@ -245,7 +245,8 @@ static void fail_part(dt_part *part, dt_status status, const dt_error *why) {
     }
 }
 
-static void compute_parts(dt_group *g, dt_part *parts, int32_t n_parts) {
+/* Returns what became of the batch; parts that did not get into it say so themselves. */
+static dt_status compute_parts(dt_group *g, dt_part *parts, int32_t n_parts) {
     dt_error error = {0};
     dt_status status = reserve(g, (size_t)n_parts, &error);
     int32_t n = 0;
@@ -278,12 +279,20 @@ static void compute_parts(dt_group *g, dt_part *parts, int32_t n_parts) {
             logits += (size_t)part->n_outputs * (size_t)g->model->info.n_vocab;
         }
     }
+    return status;
 }
 
 void dt_group_compute(dt_group *g, dt_part *parts, int32_t n_parts) {
-    const int32_t at_once = g->one_by_one ? 1 : DT_MAX(n_parts, 1);
-    for (int32_t i = 0; i < n_parts; i += at_once) {
-        compute_parts(g, parts + i, DT_MIN(at_once, n_parts - i));
+    for (int32_t i = 0, n; i < n_parts; i += n) {
+        n = DT_MIN(g->most_at_once, n_parts - i);
+        const dt_status status = compute_parts(g, parts + i, n);
+        /* room on a device is made for a whole batch: where one has none, the others go on without it */
+        for (int32_t j = i; status == DT_ERR_MEMORY && n > 1 && g->most_at_once < INT32_MAX && j < i + n; j++) {
+            if (parts[j].error) {
+                *parts[j].error = (dt_error){.code = DT_OK};
+            }
+            (void)compute_parts(g, parts + j, 1);
+        }
     }
 }
 

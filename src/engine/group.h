@@ -27,7 +27,7 @@ struct dt_group {
     const dt_model *model;
     const dt_attn_kernel *kernel;
     const char *kernel_name; /* its, or the one that is ggml's operators */
-    bool one_by_one;         /* caches are elsewhere: each sequence is a batch of its own */
+    int32_t most_at_once;    /* sequences of a batch */
     int32_t n_threads, n_threads_batch;
     bool is_private;
     dt_memory kv_memory; /* counts the caches of all sessions of a shared group */

@@ -88,6 +88,11 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
     return DT_OK;
 }
 
+dt_status dt_devices_describe(char **out, dt_error *error) {
+    pthread_once(&logs_once, dt_text_route_logs);
+    return dt_devices_list(out, error);
+}
+
 void dt_model_close(dt_model *model) {
     if (!model) {
         return;

@@ -18,6 +18,7 @@
 #define DEFAULT_SNAPSHOTS 2 /* the last reply's beginning, and the one before, where a changed question begins */
 #define LEAST_CHUNK 32      /* tokens that a step can always take past the context; with room for fewer it is the end */
 #define SCORE_BATCH 64      /* every row has logits there: [SCORE_BATCH][V] */
+#define PREDICTED_AT_ONCE 256
 
 /* ---- life ---- */
 
@@ -391,31 +392,52 @@ dt_predict_shape dt_session_predict_shape(const dt_model *model) {
         .dim_k = hp->head_dim_k, .dim_v = hp->head_dim_v, .split = hp->arch->rope_style == DT_ROPE_NEOX ? hp->rope_dim : 0};
 }
 
-/* The peaks of what was read since the last time, in the layers that foretell them. */
-static void predict_peaks(dt_session *s) {
-    const dt_predict_shape shape = dt_session_predict_shape(s->model);
-    float key[DT_MAX_HEAD_DIM], value[DT_MAX_HEAD_DIM], features[2 * DT_MAX_HEAD_DIM];
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        const dt_budget *budget = &dt_kv_layer(s->kv, i)->budget;
-        const bool foretells = dt_kv_layer_needs_peak(s->kv, i) && budget->policy->needs_weights;
-        for (int32_t lane = 0; foretells && lane < s->model->info.n_kv_heads[i]; lane++) {
-            const dt_budget own = dt_budget_of_lane(budget, lane);
-            dt_kv_lane_view view;
-            dt_kv_lane(s->kv, i, lane, &view);
-            for (int32_t j = view.n_entries - (s->n_tokens - s->peaks_until); j < view.n_entries; j++) {
-                dt_kv_get_entry(s->kv, i, lane, j, key, value);
-                dt_predict_features(&shape, key, value, features);
-                view.peak_mass[j] = dt_predict_peak(&shape, own.weights, features);
-            }
+/* The peaks of what was read since the last time, in one lane. work: PREDICTED_AT_ONCE keys, then as many values. */
+static bool predict_lane(dt_session *s, const dt_predict_shape *shape, int32_t layer, int32_t lane, float *work) {
+    const dt_budget own = dt_budget_of_lane(&dt_kv_layer(s->kv, layer)->budget, lane);
+    float features[2 * DT_MAX_HEAD_DIM], *keys = work, *values = work + PREDICTED_AT_ONCE * shape->dim_k;
+    dt_kv_lane_view view;
+    dt_kv_lane(s->kv, layer, lane, &view);
+    for (int32_t first = view.n_entries - (s->n_tokens - s->peaks_until); first < view.n_entries; first += PREDICTED_AT_ONCE) {
+        const int32_t n = DT_MIN(PREDICTED_AT_ONCE, view.n_entries - first);
+        if (!dt_kv_get_entries(s->kv, layer, lane, first, n, keys, values)) {
+            return false;
+        }
+        for (int32_t j = 0; j < n; j++) {
+            dt_predict_features(shape, keys + (int64_t)j * shape->dim_k, values + (int64_t)j * shape->dim_v, features);
+            view.peak_mass[first + j] = dt_predict_peak(shape, own.weights, features);
         }
     }
+    return true;
+}
+
+/* Likewise in all layers that foretell them. */
+static dt_status predict_peaks(dt_session *s, dt_error *error) {
+    const dt_predict_shape shape = dt_session_predict_shape(s->model);
+    const size_t bytes = (size_t)PREDICTED_AT_ONCE * (size_t)(shape.dim_k + shape.dim_v) * sizeof(float);
+    float *work = NULL;
+    bool done = true;
+    for (int32_t i = 0; done && i < s->model->info.n_layers; i++) {
+        const bool foretells = dt_kv_layer_needs_peak(s->kv, i) && dt_kv_layer(s->kv, i)->budget.policy->needs_weights;
+        if (foretells && work == NULL && (work = malloc(bytes)) == NULL) {
+            return dt_fail_memory(error, bytes, "foretelling what will be attended to");
+        }
+        for (int32_t lane = 0; done && foretells && lane < s->model->info.n_kv_heads[i]; lane++) {
+            done = predict_lane(s, &shape, i, lane, work);
+        }
+    }
+    free(work);
+    return done ? DT_OK : dt_fail(error, DT_ERR_COMPUTE, "the device did not give keys and values for the score \"predict\"");
 }
 
 static dt_status make_peaks(dt_session *s, dt_error *error) {
     if (!peaks_are_due(s)) {
         return DT_OK;
     }
-    predict_peaks(s);
+    const dt_status status = predict_peaks(s, error);
+    if (status != DT_OK) {
+        return status;
+    }
     if (choose_repeated(s)) {
         return reconstruct(s, error);
     }

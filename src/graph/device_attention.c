@@ -30,7 +30,9 @@ static struct ggml_tensor *attend_by_products(const dt_device_builder *b, struct
     if (v->type != GGML_TYPE_F16) {
         v = ggml_cast(b->ctx, v, GGML_TYPE_F32);
     }
-    return ggml_mul_mat(b->ctx, ggml_cont(b->ctx, ggml_transpose(b->ctx, v)), weights);
+    struct ggml_tensor *out = ggml_mul_mat(b->ctx, ggml_cont(b->ctx, ggml_transpose(b->ctx, v)), weights);
+    (void)ggml_prec_set_acc(out, GGML_PREC_F32); /* sums over the whole context, which devices may else keep in halves */
+    return out;
 }
 
 struct ggml_tensor *dt_device_weights(const dt_device_builder *b, struct ggml_tensor *q, struct ggml_tensor *k,

@@ -269,21 +269,44 @@ static size_t home_bytes_for(const dt_kv_home *home, int32_t n) {
     return bytes;
 }
 
-static bool home_get(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out) {
-    const dt_device_layer *layer = &cache_of(home)->layers[layer_index];
+/* Rows as the tensor holds them. */
+static bool get_rows(const dt_device_layer *layer, int32_t lane, bool values, int32_t first, int32_t n, void *out) {
     const struct ggml_tensor *t = values ? layer->v : layer->k;
     const int32_t *source = layer->source + (size_t)lane * (size_t)layer->capacity;
-    bool done = layer->type == GGML_TYPE_F16 && first + n <= layer->capacity;
+    bool done = first + n <= layer->capacity;
     for (int32_t i = 0; done && i < n;) {
         int32_t run = 1; /* rows that follow each other are read at once */
         while (i + run < n && source[first + i + run] == source[first + i] + run) {
             run++;
         }
         const size_t at = (size_t)lane * t->nb[2] + (size_t)source[first + i] * t->nb[1];
-        done = dt_ggml_get(t, out + (size_t)i * (size_t)t->ne[0], at, (size_t)run * t->nb[1]);
+        done = dt_ggml_get(t, (char *)out + (size_t)i * t->nb[1], at, (size_t)run * t->nb[1]);
         i += run;
     }
     return done;
+}
+
+static bool home_get(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out) {
+    const dt_device_layer *layer = &cache_of(home)->layers[layer_index];
+    return layer->type == GGML_TYPE_F16 && get_rows(layer, lane, values, first, n, out);
+}
+
+static bool home_read(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n, float *out) {
+    dt_device_cache *cache = cache_of(home);
+    const dt_device_layer *layer = &cache->layers[layer_index];
+    const int64_t dim = values ? cache->decoder->hp.head_dim_v : cache->decoder->hp.head_dim_k;
+    const int64_t stored = values ? layer->dim_v : layer->dim_k;
+    const size_t row = ggml_row_size(layer->type, stored), whole = (size_t)stored * sizeof *out;
+    char *rows = reserve(cache, &cache->rows, (size_t)n * row + whole);
+    if (rows == NULL || !get_rows(layer, lane, values, first, n, rows + whole)) {
+        return false;
+    }
+    float *numbers = (float *)(void *)rows; /* of a row, which may be longer than what is asked for */
+    for (int32_t i = 0; i < n; i++) {
+        ggml_get_type_traits(layer->type)->to_float(rows + whole + (size_t)i * row, numbers, stored);
+        memcpy(out + (int64_t)i * dim, numbers, (size_t)dim * sizeof *out);
+    }
+    return true;
 }
 
 static bool home_put(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n,
@@ -320,6 +343,7 @@ static const dt_kv_home_ops home_ops = {.move = home_move,
                                         .bytes = home_bytes,
                                         .bytes_for = home_bytes_for,
                                         .get = home_get,
+                                        .read = home_read,
                                         .put = home_put};
 
 dt_device_cache *dt_device_cache_of(const dt_kv *kv) {
@@ -387,11 +411,12 @@ dt_status dt_device_cache_new(const dt_decoder *decoder, dt_memory *memory, cons
     for (int32_t i = 0; status == DT_OK && i < decoder->hp.n_layers; i++) {
         cache->layers[i] = describe_layer(decoder, &layers[i], i);
         const dt_policy *policy = layers[i].budget.policy;
-        if (cache->layers[i].device >= 0 && policy != NULL && policy->needs_peak) {
-            status = dt_fail(error, DT_ERR_UNSUPPORTED,
-                             "layer %d is computed by %s, where the score \"%s\" can't be collected; use \"fast\", or leave the "
-                             "layer to the CPU's own kernels",
-                             i, dt_device_name(decoder->devices[cache->layers[i].device]), policy->score_name);
+        if (cache->layers[i].device >= 0 && dt_policy_repeats(policy)) {
+            status = dt_fail(
+                error, DT_ERR_UNSUPPORTED,
+                "layer %d is computed by %s, where the score \"%s\" can't be collected; use \"fast\" or \"predict\", or leave "
+                "the layer to the CPU's own kernels",
+                i, dt_device_name(decoder->devices[cache->layers[i].device]), policy->score_name);
         } else if (cache->layers[i].device >= 0 && policy != NULL && policy->needs_mass) {
             status = new_ring(cache, &cache->layers[i], error);
         }
@@ -480,7 +505,13 @@ static bool side_begin(side_graph *s) {
     return s->cgraph != NULL;
 }
 
+/* False also where the device lacks an operator: ggml would end the process. */
 static bool side_allocate(dt_device_cache *cache, const side_graph *s, int32_t device) {
+    for (int i = 0; i < ggml_graph_n_nodes(s->cgraph); i++) {
+        if (!ggml_backend_dev_supports_op(cache->decoder->devices[device], ggml_graph_node(s->cgraph, i))) {
+            return false;
+        }
+    }
     if (cache->allocators[device] == NULL) {
         cache->allocators[device] = ggml_gallocr_new(ggml_backend_dev_buffer_type(cache->decoder->devices[device]));
     }

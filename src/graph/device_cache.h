@@ -9,12 +9,14 @@
  *   append     rows are written by ggml_set_rows inside the batch's graph
  *   eviction   a round moves entries from a lane's tail into holes. The home only notes who came from where (source), and plays it
  *              back on the device before the next batch, all lanes of a layer in one gather and one scatter. Nothing of the cache
- * goes through the host. F16 survives the gather's floats exactly, and so does Q8_0: the largest number of 32 is always 127 steps,
- * so quantizing again finds the same step. attention  sees entries by a mask: causal, window, biases, focus, and the rows behind a
- * lane's end that pad it to N_KV_PAD. One mask serves all lanes and layers of the same lengths that need nothing more scores the
- * last queries stay in a ring beside the cache. Right before a round, one product over those that came since the round before (at
- * most DT_OBSERVE_WINDOW) gives the attention mass, and one pass over the values their norms. So the fused attention stays fused;
- * what the kernels of attn/ collect per step beyond the window is missing here
+ *              goes through the host. F16 survives the gather's floats exactly, and so does Q8_0: the largest number of 32 is
+ *              always 127 steps, so quantizing again finds the same step.
+ *   attention  sees entries by a mask: causal, window, biases, focus, and the rows behind a lane's end that pad it to N_KV_PAD.
+ *              One mask serves all lanes and layers of the same lengths that need nothing more.
+ *   scores     the last queries stay in a ring beside the cache. Right before a round, one product over those that came since the
+ *              round before (at most DT_OBSERVE_WINDOW) gives the attention mass, and one pass over the values their norms. So the
+ *              fused attention stays fused; what the kernels of attn/ collect per step beyond the window is missing here. The score
+ *              predict reads each key and value once.
  *
  * Invariants: rows behind a lane's end hold finite numbers (a mask can't hide NaN): memory comes zeroed; nothing is appended while
  * moves are pending; shapes of graphs change only when a padded length, a capacity or the sharing of masks does.
@@ -25,8 +27,9 @@
 #include "graph/decoder.h"
 #include "kv/kv.h"
 
-#define DT_N_KV_PAD 256 /* what the fused kernels of GPUs want */
-#define DT_RING 64      /* queries kept: the observed window, and drafts that may be taken back */
+#define DT_N_KV_PAD 256     /* what the fused kernels of GPUs want */
+#define DT_RING 64          /* queries kept: the observed window, and drafts that may be taken back */
+#define DT_MAX_ELSEWHERE 16 /* most sequences of a batch: each adds nodes to its graph */
 
 typedef struct dt_device_cache dt_device_cache;
 

@@ -66,8 +66,11 @@ static dt_status fail_unknown(const char *name, dt_error *error) {
         return dt_fail(error, DT_ERR_ARGUMENT, "another machine is named by its address: rpc=HOST:PORT (docs/cluster.md)");
     }
     if (is_idle_backend(name)) {
-        return dt_fail(error, DT_ERR_UNSUPPORTED,
-                       "no %s device was found on this machine: is there one, and its driver? Devices: %s", name, known);
+        return dt_fail(
+            error, DT_ERR_UNSUPPORTED,
+            "no %s device was found on this machine: is there one, and its driver? (--log-level debug has what that said.) "
+            "Devices: %s",
+            name, known);
     }
     return dt_fail(error, DT_ERR_ARGUMENT,
                    "no device '%s'; this build knows: %s. Others come with bash run.sh --cuda, --metal or --vulkan", name, known);
@@ -142,7 +145,7 @@ int32_t dt_devices_of_this_machine(ggml_backend_dev_t *out, int32_t most) {
     return n;
 }
 
-dt_status dt_devices_describe(char **out, dt_error *error) {
+dt_status dt_devices_list(char **out, dt_error *error) {
     char *text = malloc(LIST_BYTES);
     if (text == NULL) {
         return dt_fail_memory(error, LIST_BYTES, "the list of devices");

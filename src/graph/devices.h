@@ -16,5 +16,7 @@ dt_status dt_devices_find(const char *spec, int32_t rpc_timeout_s, ggml_backend_
                           dt_error *error);
 /* Those that layers go to where nobody says: all but the CPU and its helpers. */
 int32_t dt_devices_of_this_machine(ggml_backend_dev_t *out, int32_t most);
+/* dt_devices_describe of deeptutor.h, for when ggml's messages have been routed: backends say what they find. */
+dt_status dt_devices_list(char **out, dt_error *error);
 
 #endif

@@ -423,15 +423,16 @@ static dt_device_sight sight_of(const dt_sequence *seq) {
 
 /* What segments are told: positions, and of a cache that is elsewhere where it is to be written and what is seen of it. */
 static dt_status set_segment_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, dt_error *error) {
-    const dt_device_sight sight = sight_of(&sequences[0]);
     for (int32_t i = 0; i < plan->n_segments; i++) {
         const dt_plan_segment *s = &plan->segments[i];
         if (s->positions != NULL && !dt_ggml_set(s->positions, g->index.data, 0, ggml_nbytes(s->positions))) {
             return fail_input(g, s->device, error);
         }
-        if (s->masks != NULL) {
-            const dt_status status = dt_device_cache_fill_inputs(dt_device_cache_of(sequences[0].kv), sequences[0].kv, &sight,
-                                                                 s->device, s->masks, s->rows, s->ring, error);
+        for (int32_t j = 0; j < plan->n_elsewhere && s->masks[j] != NULL; j++) {
+            const dt_kv *kv = sequences[j].kv;
+            const dt_device_sight sight = sight_of(&sequences[j]);
+            const dt_status status = dt_device_cache_fill_inputs(dt_device_cache_of(kv), kv, &sight, s->device, s->masks[j],
+                                                                 s->rows[j], s->ring[j], error);
             if (status != DT_OK) {
                 return status;
             }
@@ -459,8 +460,7 @@ static dt_status set_inputs(const dt_graph *g, const dt_plan *plan, const dt_seq
 }
 
 static dt_plan_params params_of(const dt_graph *g, const dt_sequence *sequences, int32_t n_sequences) {
-    dt_plan_params params = {
-        .decoder = g->decoder, .ops = g->ops, .cache = dt_device_cache_of(sequences[0].kv), .no_flash = g->params.no_flash};
+    dt_plan_params params = {.decoder = g->decoder, .ops = g->ops, .no_flash = g->params.no_flash};
     for (int32_t s = 0; s < n_sequences; s++) {
         params.n_tokens += sequences[s].n;
         params.n_outputs += sequences[s].n_outputs;
@@ -522,15 +522,30 @@ static dt_status fetch_logits(dt_graph *g, const dt_plan *plan, const float **lo
                                                                : dt_fail(error, DT_ERR_COMPUTE, "the device gave no logits");
 }
 
+/* Room in caches that are elsewhere; out tells the graph of them. */
+static dt_status reserve_elsewhere(const dt_sequence *sequences, int32_t n_sequences, dt_plan_sequence *out, dt_error *error) {
+    dt_status status =
+        n_sequences <= DT_MAX_ELSEWHERE
+            ? DT_OK
+            : dt_fail(error, DT_ERR_INTERNAL, "more than %d sequences at once have caches on devices", DT_MAX_ELSEWHERE);
+    for (int32_t i = 0; status == DT_OK && i < n_sequences; i++) {
+        dt_device_cache *cache = dt_device_cache_of(sequences[i].kv);
+        const dt_device_sight sight = sight_of(&sequences[i]);
+        out[i] = (dt_plan_sequence){.cache = cache, .n_tokens = sequences[i].n};
+        status = dt_device_cache_reserve(cache, sequences[i].kv, &sight, &out[i].shape, error);
+    }
+    return status;
+}
+
 /* The batch's plan, built and with its jobs filled in. */
 static dt_status prepare(dt_graph *g, const dt_sequence *sequences, int32_t n_sequences, dt_plan **out, dt_error *error) {
     dt_plan_params params = params_of(g, sequences, n_sequences);
-    dt_device_cache *cache = dt_device_cache_of(sequences[0].kv);
-    const dt_device_sight sight = sight_of(&sequences[0]);
+    dt_plan_sequence elsewhere[DT_MAX_ELSEWHERE];
     dt_status status = DT_OK;
-    if (cache != NULL) {
-        status = n_sequences == 1 ? dt_device_cache_reserve(cache, sequences[0].kv, &sight, &params.shape, error)
-                                  : dt_fail(error, DT_ERR_INTERNAL, "a sequence whose cache is on a device is computed alone");
+    if (dt_device_cache_of(sequences[0].kv) != NULL) { /* all sequences of a graph have their layers in the same places */
+        status = reserve_elsewhere(sequences, n_sequences, elsewhere, error);
+        params.elsewhere = elsewhere;
+        params.n_elsewhere = n_sequences;
     }
     if (status != DT_OK) {
         return status;
@@ -557,9 +572,9 @@ dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_
     if (status == DT_OK) {
         status = fetch_logits(graph, plan, logits, error);
     }
-    if (status == DT_OK && dt_device_cache_of(sequences[0].kv) != NULL) {
-        const dt_device_sight sight = sight_of(&sequences[0]);
-        dt_device_cache_computed(dt_device_cache_of(sequences[0].kv), &sight);
+    for (int32_t i = 0; status == DT_OK && i < plan->n_elsewhere; i++) {
+        const dt_device_sight sight = sight_of(&sequences[i]);
+        dt_device_cache_computed(dt_device_cache_of(sequences[i].kv), &sight);
     }
     return status;
 }

@@ -7,8 +7,8 @@
  * to.
  *
  * Invariant: a sequence's tokens are appended to its cache, uncommitted, before dt_graph_compute, and are so after it, whether it
- * succeeds or fails; the caller commits or takes them back. A sequence with layers whose cache is elsewhere is computed alone, and
- * dt_graph_settle was called before its tokens were appended.
+ * succeeds or fails; the caller commits or takes them back. With layers whose cache is elsewhere, a batch has at most
+ * DT_MAX_ELSEWHERE sequences, and dt_graph_settle was called before their tokens were appended.
  */
 #ifndef DT_GRAPH_H
 #define DT_GRAPH_H

@@ -16,9 +16,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NODES_PER_LAYER 64
+#define NODES_PER_LAYER 72
 #define NODES_PER_EXPERT_USED 2 /* in each layer */
 #define NODES_PER_MODEL 32
+#define NODES_PER_SEQUENCE 48 /* in each layer, for every sequence with a cache elsewhere beyond the first */
 #define PRODUCTS_PER_LAYER 7
 #define HALF_MAX 65504.0f
 #define SMALLEST_SUM 6.103515625e-5f /* what the chosen experts' probabilities are divided by at least: the smallest normal half */
@@ -285,7 +286,30 @@ static struct ggml_tensor *some_heads(builder *b, struct ggml_tensor *x, int64_t
 }
 
 static bool is_elsewhere(const builder *b, int32_t layer) {
-    return b->params->cache != NULL && dt_device_cache_layer(b->params->cache, layer)->device >= 0;
+    return b->params->n_elsewhere > 0 && dt_device_cache_layer(b->params->elsewhere[0].cache, layer)->device >= 0;
+}
+
+/* The attention of every sequence, one after the other. q [D, H, N], k [D, G, N], v [Dv*G, N] -> [Dv*H, N] */
+static struct ggml_tensor *attend_elsewhere(builder *b, int32_t layer, struct ggml_tensor *q, struct ggml_tensor *k,
+                                            struct ggml_tensor *v) {
+    const dt_plan_segment *s = b->segment;
+    const dt_device_builder here = {
+        .ctx = b->ctx, .cgraph = s->cgraph, .device = b->decoder->devices[s->device], .hp = b->hp, .no_flash = b->params->no_flash};
+    struct ggml_tensor *all = NULL;
+    size_t first = 0;
+    for (int32_t i = 0; i < b->params->n_elsewhere; i++) {
+        const dt_plan_sequence *sequence = &b->params->elsewhere[i];
+        const int64_t n = sequence->n_tokens;
+        struct ggml_tensor *own_q = ggml_view_3d(b->ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], first * q->nb[2]);
+        struct ggml_tensor *own_k = ggml_view_3d(b->ctx, k, k->ne[0], k->ne[1], n, k->nb[1], k->nb[2], first * k->nb[2]);
+        struct ggml_tensor *own_v = ggml_view_2d(b->ctx, v, v->ne[0], n, v->nb[1], first * v->nb[1]);
+        struct ggml_tensor *out =
+            dt_device_attend(&here, dt_device_cache_layer(sequence->cache, layer), &sequence->shape->layers[layer], s->masks[i],
+                             s->rows[i], s->ring[i], own_q, own_k, own_v);
+        all = all != NULL ? ggml_concat(b->ctx, all, out, 1) : out;
+        first += (size_t)n;
+    }
+    return all;
 }
 
 /* a [E, N] -> [Dv*H, N] */
@@ -307,15 +331,8 @@ static struct ggml_tensor *attention(builder *b, activations *a, int32_t layer) 
         k = heads(b, k, w->k_norm, n_kv_heads, layer);
     }
     if (is_elsewhere(b, layer)) {
-        const dt_plan_segment *s = b->segment;
-        const dt_device_builder here = {.ctx = b->ctx,
-                                        .cgraph = s->cgraph,
-                                        .device = b->decoder->devices[s->device],
-                                        .hp = hp,
-                                        .no_flash = b->params->no_flash};
         *io = (dt_plan_layer){0};
-        return dt_device_attend(&here, dt_device_cache_layer(b->params->cache, layer), &b->params->shape->layers[layer], s->masks,
-                                s->rows, s->ring, q, k, v);
+        return attend_elsewhere(b, layer, q, k, v);
     }
     *io = (dt_plan_layer){.q = q, .k = k, .v = v};
     struct ggml_tensor *store_args[] = {io->k, io->v};
@@ -466,13 +483,14 @@ static void need_inputs(builder *b, int32_t layer) {
     if (b->hp->rope_base[layer] != 0.0f && s->positions == NULL) {
         s->positions = input(b, GGML_TYPE_I32, n, "positions");
     }
-    if (is_elsewhere(b, layer)) {
-        if (s->masks == NULL) {
-            s->masks = input(b, GGML_TYPE_F16, b->params->shape->n_mask[s->device], "masks");
-            s->rows = input(b, GGML_TYPE_I64, b->params->shape->n_rows[s->device], "rows");
+    for (int32_t i = 0; is_elsewhere(b, layer) && i < b->params->n_elsewhere; i++) {
+        const dt_plan_sequence *sequence = &b->params->elsewhere[i];
+        if (s->masks[i] == NULL) {
+            s->masks[i] = input(b, GGML_TYPE_F16, sequence->shape->n_mask[s->device], "masks");
+            s->rows[i] = input(b, GGML_TYPE_I64, sequence->shape->n_rows[s->device], "rows");
         }
-        if (s->ring == NULL && dt_device_cache_layer(b->params->cache, layer)->ring != NULL) {
-            s->ring = input(b, GGML_TYPE_I64, DT_MIN(n, DT_RING), "ring");
+        if (s->ring[i] == NULL && dt_device_cache_layer(sequence->cache, layer)->ring != NULL) {
+            s->ring[i] = input(b, GGML_TYPE_I64, DT_MIN(sequence->n_tokens, DT_RING), "ring");
         }
     }
 }
@@ -557,26 +575,43 @@ static dt_status allocate_segments(dt_plan *plan, const dt_decoder *decoder, dt_
     return DT_OK;
 }
 
+/* Memory for so many nodes, and for what the plan remembers. */
+static bool reserve(dt_plan *plan, const dt_plan_params *params, size_t max_nodes) {
+    const dt_decoder *decoder = params->decoder;
+    const size_t n_layers = (size_t)decoder->hp.n_layers;
+    const size_t most_segments = decoder->n_devices > 1 ? (size_t)decoder->n_devices + 2 : 1;
+    const size_t bytes = max_nodes * ggml_tensor_overhead() + most_segments * ggml_graph_overhead_custom(max_nodes, false);
+    if (plan->arena_bytes < bytes) {
+        free(plan->arena);
+        plan->arena = malloc(bytes);
+        plan->arena_bytes = plan->arena != NULL ? bytes : 0;
+    }
+    if (plan->layers == NULL) {
+        plan->layers = calloc(n_layers, sizeof *plan->layers);
+    }
+    if (plan->products == NULL) {
+        plan->products = calloc(n_layers * PRODUCTS_PER_LAYER + 1, sizeof *plan->products);
+    }
+    if (plan->shapes == NULL && params->n_elsewhere > 0) {
+        plan->shapes = calloc(DT_MAX_ELSEWHERE * n_layers, sizeof *plan->shapes);
+    }
+    return plan->arena != NULL && plan->layers != NULL && plan->products != NULL &&
+           (plan->shapes != NULL || params->n_elsewhere == 0);
+}
+
 dt_status dt_plan_build(dt_plan *plan, const dt_plan_params *params, dt_error *error) {
     const dt_decoder *decoder = params->decoder;
     const size_t n_layers = (size_t)decoder->hp.n_layers;
-    const size_t layer_nodes = NODES_PER_LAYER + NODES_PER_EXPERT_USED * (size_t)decoder->hp.n_experts_used;
-    const size_t max_nodes = n_layers * layer_nodes + NODES_PER_MODEL;
+    const size_t layer_nodes = NODES_PER_LAYER + NODES_PER_EXPERT_USED * (size_t)decoder->hp.n_experts_used +
+                               NODES_PER_SEQUENCE * (size_t)DT_MAX(params->n_elsewhere - 1, 0);
+    const size_t max_nodes = n_layers * layer_nodes + NODES_PER_MODEL + 3 * (size_t)params->n_elsewhere;
     plan->n_tokens = 0;
     plan->n_segments = 0;
     plan->n_products = 0;
     ggml_free(plan->ctx);
     plan->ctx = NULL;
-    if (!plan->arena) {
-        const size_t most_segments = decoder->n_devices > 1 ? (size_t)decoder->n_devices + 2 : 1;
-        plan->arena_bytes = max_nodes * ggml_tensor_overhead() + most_segments * ggml_graph_overhead_custom(max_nodes, false);
-        plan->arena = malloc(plan->arena_bytes);
-        plan->layers = calloc(n_layers, sizeof *plan->layers);
-        plan->products = calloc(n_layers * PRODUCTS_PER_LAYER + 1, sizeof *plan->products);
-        plan->shape = calloc(n_layers, sizeof *plan->shape);
-        if (!plan->arena || !plan->layers || !plan->products || !plan->shape) {
-            return dt_fail_memory(error, plan->arena_bytes, "the compute graph");
-        }
+    if (!reserve(plan, params, max_nodes)) {
+        return dt_fail_memory(error, max_nodes * ggml_tensor_overhead(), "the compute graph");
     }
     plan->ctx = ggml_init((struct ggml_init_params){.mem_size = plan->arena_bytes, .mem_buffer = plan->arena, .no_alloc = true});
     if (!plan->ctx) {
@@ -585,8 +620,10 @@ dt_status dt_plan_build(dt_plan *plan, const dt_plan_params *params, dt_error *e
     plan->n_tokens = params->n_tokens;
     plan->n_outputs = params->n_outputs;
     plan->observe = params->observe;
-    if (params->cache != NULL) {
-        memcpy(plan->shape, params->shape->layers, n_layers * sizeof *plan->shape);
+    plan->n_elsewhere = params->n_elsewhere;
+    for (int32_t i = 0; i < params->n_elsewhere; i++) {
+        plan->tokens_of[i] = params->elsewhere[i].n_tokens;
+        memcpy(plan->shapes + (size_t)i * n_layers, params->elsewhere[i].shape->layers, n_layers * sizeof *plan->shapes);
     }
     builder b = {.decoder = decoder, .hp = &decoder->hp, .ctx = plan->ctx, .plan = plan, .params = params, .max_nodes = max_nodes};
     build(&b);
@@ -598,9 +635,15 @@ dt_status dt_plan_build(dt_plan *plan, const dt_plan_params *params, dt_error *e
 }
 
 bool dt_plan_fits(const dt_plan *plan, const dt_plan_params *params) {
-    return plan->n_tokens == params->n_tokens && plan->n_outputs == params->n_outputs && plan->observe == params->observe &&
-           (params->cache == NULL ||
-            memcmp(plan->shape, params->shape->layers, (size_t)params->decoder->hp.n_layers * sizeof *plan->shape) == 0);
+    const size_t n_layers = (size_t)params->decoder->hp.n_layers;
+    bool fits = plan->n_tokens == params->n_tokens && plan->n_outputs == params->n_outputs && plan->observe == params->observe &&
+                plan->n_elsewhere == params->n_elsewhere;
+    for (int32_t i = 0; fits && i < params->n_elsewhere; i++) {
+        const dt_plan_sequence *sequence = &params->elsewhere[i];
+        fits = plan->tokens_of[i] == sequence->n_tokens &&
+               memcmp(plan->shapes + (size_t)i * n_layers, sequence->shape->layers, n_layers * sizeof *plan->shapes) == 0;
+    }
+    return fits;
 }
 
 void dt_plan_free(dt_plan *plan) {
@@ -610,7 +653,7 @@ void dt_plan_free(dt_plan *plan) {
             ggml_gallocr_free(plan->allocators[i]);
         }
     }
-    free(plan->shape);
+    free(plan->shapes);
     free(plan->layers);
     free(plan->products);
     free(plan->arena);

@@ -21,13 +21,21 @@ typedef struct dt_plan_layer {
 
 #define DT_MAX_SEGMENTS (DT_MAX_DEVICES + 2)
 
+/* A sequence whose cache is elsewhere: its attention is a part of the graph of its own. */
+typedef struct dt_plan_sequence {
+    const dt_device_cache *cache;
+    const dt_device_shape *shape; /* of that cache */
+    int32_t n_tokens;
+} dt_plan_sequence;
+
 /* Embedding, layers and output that follow each other on one device. */
 typedef struct dt_plan_segment {
     int32_t device; /* index into decoder->devices */
     struct ggml_cgraph *cgraph;
-    struct ggml_tensor *in, *out;            /* [E, N]: what the segment before gives; what this one does. NULL at the ends */
-    struct ggml_tensor *positions;           /* I32 [N]; NULL where nothing reads them, as the next three */
-    struct ggml_tensor *masks, *rows, *ring; /* dt_device_cache_fill_inputs */
+    struct ggml_tensor *in, *out;  /* [E, N]: what the segment before gives; what this one does. NULL at the ends */
+    struct ggml_tensor *positions; /* I32 [N]; NULL where nothing reads them, as the next three */
+    struct ggml_tensor *masks[DT_MAX_ELSEWHERE], *rows[DT_MAX_ELSEWHERE], *ring[DT_MAX_ELSEWHERE]; /* by sequence;
+                                                                                          dt_device_cache_fill_inputs */
 } dt_plan_segment;
 
 typedef struct dt_plan {
@@ -44,14 +52,16 @@ typedef struct dt_plan {
     dt_plan_layer *layers;                    /* [L] */
     dt_gemm_product *products;                /* what the graph's products with packed matrices multiply */
     int32_t n_products;
-    dt_device_layer_shape *shape;             /* [L] of the cache elsewhere that it was built for */
+    int32_t n_elsewhere; /* sequences with caches elsewhere that it was built for; of each: */
+    int32_t tokens_of[DT_MAX_ELSEWHERE];
+    dt_device_layer_shape *shapes; /* [DT_MAX_ELSEWHERE][L] */
 } dt_plan;
 
 typedef struct dt_plan_params {
     const dt_decoder *decoder;
-    dt_layer_op *ops;             /* [L], fixed addresses */
-    const dt_device_cache *cache; /* NULL: every layer is on the host */
-    const dt_device_shape *shape; /* of that cache */
+    dt_layer_op *ops;                  /* [L], fixed addresses */
+    const dt_plan_sequence *elsewhere; /* [n_elsewhere], the whole batch; 0: every layer is on the host */
+    int32_t n_elsewhere;
     int32_t n_tokens, n_outputs;
     bool observe, no_flash;
 } dt_plan_params;

@@ -48,6 +48,8 @@ typedef struct dt_kv_home_ops {
     /* Rows [first, first + n) of a lane's keys or values as plain halves; false when the device fails. put: of a lane of n entries.
      */
     bool (*get)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out);
+    /* The same as floats, whatever the layer is stored as. */
+    bool (*read)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, float *out);
     bool (*put)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, const uint16_t *in);
 } dt_kv_home_ops;
 struct dt_kv_home {
@@ -156,8 +158,9 @@ size_t dt_kv_column_bytes(const dt_kv_format *format, dt_kv_column column);
 /* Entries [first, first + n) of a column that is there. False when a device that holds them fails. INT8 keys and values that are
  * elsewhere have no plain form (dt_kv_has_plain). */
 bool dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, int32_t first, int32_t n, void *out);
-/* One entry in floats: key[dim_k], rotated as it is stored, and value[dim_v]. Not of a layer that is elsewhere. */
-void dt_kv_get_entry(const dt_kv *kv, int32_t layer, int32_t lane, int32_t entry, float *key, float *value);
+/* Entries [first, first + n) in floats: keys[n][dim_k], rotated as they are stored, and values[n][dim_v]. False when a device that
+ * holds them fails, or memory. */
+bool dt_kv_get_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t first, int32_t n, float *keys, float *values);
 /* Gives an empty lane n committed entries, whose columns are all to be put next. The cache is consistent once that is done for
  * every lane and dt_kv_restore_end was called; after a failure it can only be cleared or freed. */
 dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer, int32_t lane, int32_t n, bool has_bias, dt_error *error);

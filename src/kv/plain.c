@@ -186,7 +186,7 @@ static void get_value(const dt_kv_format *f, void *block, int32_t entry, float *
     }
 }
 
-void dt_kv_get_entry(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t entry, float *key, float *value) {
+static void get_entry(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t entry, float *key, float *value) {
     const dt_kv_format *f = &kv->layers[layer].params.format;
     void *block = kv->layers[layer].lanes[lane_index].spans[entry / f->block_tokens].block;
     const int32_t i = entry % f->block_tokens;
@@ -196,6 +196,18 @@ void dt_kv_get_entry(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t
                                         : dt_kv_k_scale(f, block)[i] * (float)(*(const uint8_t *)from - 128);
     }
     get_value(f, block, i, value);
+}
+
+bool dt_kv_get_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t first, int32_t n, float *keys, float *values) {
+    const dt_kv_format *f = &kv->layers[layer].params.format;
+    if (f->elsewhere) {
+        return kv->home->ops->read(kv->home, layer, lane, false, first, n, keys) &&
+               kv->home->ops->read(kv->home, layer, lane, true, first, n, values);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        get_entry(kv, layer, lane, first + i, keys + (int64_t)i * f->dim_k, values + (int64_t)i * f->dim_v);
+    }
+    return true;
 }
 
 bool dt_kv_has_plain(const dt_kv *kv) {

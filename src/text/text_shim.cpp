@@ -86,7 +86,9 @@ void end_line() {
         std::snprintf(lines.problem, sizeof lines.problem, "%.*s", int(sizeof lines.problem - 1), lines.pending);
     }
     const bool warning = lines.level == GGML_LOG_LEVEL_WARN;
-    dt_log(error && !wanted ? DT_LOG_WARN : warning ? DT_LOG_INFO : DT_LOG_DEBUG, "%s", lines.pending);
+    /* A build for GPUs on a machine without one: of no interest to those who compute on the CPU, and who names the device is told. */
+    const bool no_device = std::strstr(lines.pending, "failed to initialize CUDA") != nullptr;
+    dt_log(error && !wanted && !no_device ? DT_LOG_WARN : warning ? DT_LOG_INFO : DT_LOG_DEBUG, "%s", lines.pending);
 }
 
 void log_receive(ggml_log_level level, const char *text, void *) {

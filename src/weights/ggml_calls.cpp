@@ -3,6 +3,12 @@
  */
 #include "weights/ggml_calls.h"
 
+#ifdef GGML_BACKEND_DL
+#include <dlfcn.h>
+
+#include <string>
+#endif
+
 /* What f returns, or `failed` where it throws. */
 template <typename T, typename F> static T caught(T failed, F f) noexcept {
     try {
@@ -19,8 +25,28 @@ struct gguf_context *dt_ggml_read_metadata(const char *path) {
     });
 }
 
+/* Backends that are libraries lie beside ggml's own, and are loaded once. ggml would also look in the current folder, where anybody
+ * may have put something. */
+static void load_backends() {
+#ifdef GGML_BACKEND_DL
+    static const bool loaded = [] {
+        Dl_info here;
+        if (dladdr(reinterpret_cast<void *>(&ggml_backend_load_all_from_path), &here) != 0) {
+            const std::string file = here.dli_fname;
+            const size_t end = file.rfind('/');
+            ggml_backend_load_all_from_path(end == std::string::npos ? "." : file.substr(0, end + 1).c_str());
+        }
+        return true;
+    }();
+    (void)loaded;
+#endif
+}
+
 ggml_backend_dev_t dt_ggml_cpu_device(void) {
-    return caught<ggml_backend_dev_t>(nullptr, [] { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); });
+    return caught<ggml_backend_dev_t>(nullptr, [] {
+        load_backends();
+        return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    });
 }
 
 ggml_backend_buffer_type_t *dt_ggml_extra_buffer_types(ggml_backend_dev_t device) {
@@ -41,7 +67,10 @@ ggml_backend_buffer_t dt_ggml_wrap_memory(ggml_backend_dev_t device, void *memor
 }
 
 size_t dt_ggml_device_count(void) {
-    return caught<size_t>(0, [] { return ggml_backend_dev_count(); });
+    return caught<size_t>(0, [] {
+        load_backends();
+        return ggml_backend_dev_count();
+    });
 }
 
 bool dt_ggml_set(struct ggml_tensor *tensor, const void *data, size_t offset, size_t bytes) {
