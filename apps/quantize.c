@@ -21,6 +21,15 @@ static void on_stop(int signal_number) {
     _exit(128 + signal_number);
 }
 
+static void on_lost_input(int signal_number) {
+    static const char message[] = "error: the input became shorter, or can't be read any more, while it was quantized\n";
+    (void)signal_number;
+    const ssize_t written = write(STDERR_FILENO, message, sizeof message - 1);
+    (void)written;
+    unlink(temporary);
+    _exit(1);
+}
+
 static double seconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -119,6 +128,8 @@ int main(int argc, char **argv) {
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGHUP, &action, NULL);
+    action.sa_handler = on_lost_input; /* libllama maps it */
+    sigaction(SIGBUS, &action, NULL);
     action.sa_handler = SIG_IGN;
     sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */
 
