@@ -14,6 +14,8 @@
 #include "report.h"
 #include "run.h"
 
+#include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -64,9 +66,8 @@ typedef struct batch {
     work *underway; /* [n_underway] of n_most */
     size_t n_underway, n_most;
     bool at_end, warmed;
-    pthread_mutex_t lock;
-    pthread_cond_t news;
-    bool woken;
+    int news
+        [2]; /* a pipe: woken through it, this thread waits for a length of time, not until a time of day that may be set anew */
     /* counts */
     int64_t n_before, n_good, n_bad, prompt_tokens, reused_tokens, generated_tokens, evicted_tokens;
     double started;
@@ -75,26 +76,19 @@ typedef struct batch {
 /* ---- waiting ------------------------------------------------------------------------------------ */
 
 static void wake(void *user) {
-    batch *b = user;
-    pthread_mutex_lock(&b->lock);
-    b->woken = true;
-    pthread_cond_signal(&b->news);
-    pthread_mutex_unlock(&b->lock);
+    const batch *b = user;
+    const ssize_t written = write(b->news[1], "", 1); /* full: it is awake anyway */
+    (void)written;
 }
 
 /* Until something came of a job, or a moment is over: signals and the bar want attention. */
-static void wait_for_news(batch *b) {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += 200 * 1000 * 1000;
-    until.tv_sec += until.tv_nsec / 1000000000;
-    until.tv_nsec %= 1000000000;
-    pthread_mutex_lock(&b->lock);
-    if (!b->woken) {
-        pthread_cond_timedwait(&b->news, &b->lock, &until);
+static void wait_for_news(const batch *b) {
+    struct pollfd news = {.fd = b->news[0], .events = POLLIN};
+    char bytes[256];
+    if (poll(&news, 1, 200) > 0) {
+        while (read(b->news[0], bytes, sizeof bytes) == (ssize_t)sizeof bytes) {
+        }
     }
-    b->woken = false;
-    pthread_mutex_unlock(&b->lock);
 }
 
 static bool is_done(const dt_request *request) {
@@ -392,8 +386,15 @@ static dt_status begin(const batch_options *o, const dt_model *model, const char
     b->n_most = (size_t)o->n_parallel + 2;
     params.n_queue = (int32_t)b->n_most * 64;
     b->underway = calloc(b->n_most + 1, sizeof *b->underway);
-    pthread_mutex_init(&b->lock, NULL);
-    pthread_cond_init(&b->news, NULL);
+    if (pipe(b->news) != 0) {
+        b->news[0] = b->news[1] = -1;
+        snprintf(error->message, sizeof error->message, "no pipe can be had; raise the limit on open files");
+        return error->code = DT_ERR_LIMIT;
+    }
+    for (int i = 0; i < 2; i++) {
+        fcntl(b->news[i], F_SETFL, O_NONBLOCK);
+        fcntl(b->news[i], F_SETFD, FD_CLOEXEC);
+    }
     dt_status status = dt_shared_options_eviction(&o->shared, model, out_eviction, error);
     if (status == DT_OK) {
         b->api.eviction = *out_eviction;
@@ -413,7 +414,7 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
                       dt_batch_output *output) {
     dt_error error = {0};
     dt_eviction *eviction = NULL;
-    batch b = {.options = o, .input = input, .output = output, .started = dt_seconds_now()};
+    batch b = {.options = o, .input = input, .output = output, .news = {-1, -1}, .started = dt_seconds_now()};
     const char *slash = strrchr(o->shared.model, '/');
     b.api = (dt_api){.model = model,
                      .name = slash != NULL ? slash + 1 : o->shared.model,
@@ -435,8 +436,11 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     dt_eviction_free(eviction);
     free((char *)b.api.eviction_key);
     free(b.underway);
-    pthread_mutex_destroy(&b.lock);
-    pthread_cond_destroy(&b.news);
+    for (int i = 0; i < 2; i++) {
+        if (b.news[i] >= 0) {
+            close(b.news[i]);
+        }
+    }
     return exit_code;
 }
 

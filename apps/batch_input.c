@@ -3,6 +3,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "batch_input.h"
+#include "file_lock.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -70,14 +71,45 @@ static dt_status list_folder(dt_batch_input *in, dt_error *error) {
     return good ? DT_OK : no_memory(error);
 }
 
-/* Reads a line without its end into in->line. -1 at the end of the file. A line that is too long is read over: *out_long. */
-static ssize_t read_line(dt_batch_input *in, bool *out_long) {
-    ssize_t n = getline(&in->line, &in->line_capacity, in->file);
-    while (n > 0 && (in->line[n - 1] == '\n' || in->line[n - 1] == '\r')) {
+/* Makes room for one more byte of the line. */
+static bool grow_line(dt_batch_input *in, size_t n) {
+    if (n < in->line_capacity) {
+        return true;
+    }
+    const size_t capacity = in->line_capacity > 0 ? 2 * in->line_capacity : 4096;
+    char *grown = realloc(in->line, capacity);
+    if (grown != NULL) {
+        in->line = grown;
+        in->line_capacity = capacity;
+    }
+    return grown != NULL;
+}
+
+/* Reads a line without its end into in->line; -1 at the end of the file. What is beyond ROW_BYTES_MAX, or what memory has no room for,
+ * is read over: *out_why then says so. Not getline, which takes as much memory as a file without line ends has bytes, and where there
+ * is none ends the file. */
+static ssize_t read_line(dt_batch_input *in, const char **out_why) {
+    size_t n = 0;
+    int c;
+    *out_why = NULL;
+    while ((c = getc_unlocked(in->file)) != EOF && c != '\n') {
+        if (*out_why == NULL && n == ROW_BYTES_MAX) {
+            *out_why = "it is too long";
+        } else if (*out_why == NULL && !grow_line(in, n)) {
+            *out_why = "memory is short";
+        }
+        if (*out_why == NULL) {
+            in->line[n] = (char)c;
+        }
+        n++;
+    }
+    if (c == EOF && n == 0) {
+        return -1;
+    }
+    while (*out_why == NULL && n > 0 && in->line[n - 1] == '\r') {
         n--;
     }
-    *out_long = n > (ssize_t)ROW_BYTES_MAX;
-    return n;
+    return (ssize_t)n;
 }
 
 static bool is_blank(const char *text, size_t n) {
@@ -90,9 +122,9 @@ static bool is_blank(const char *text, size_t n) {
 }
 
 static dt_status count_lines(dt_batch_input *in, dt_error *error) {
-    bool is_long;
-    for (ssize_t n; (n = read_line(in, &is_long)) >= 0;) {
-        in->n_rows += is_blank(in->line, (size_t)n) ? 0 : 1;
+    const char *why;
+    for (ssize_t n; (n = read_line(in, &why)) >= 0;) {
+        in->n_rows += why == NULL && is_blank(in->line, (size_t)n) ? 0 : 1;
     }
     if (ferror(in->file) || fseek(in->file, 0, SEEK_SET) != 0) {
         return fail(error, DT_ERR_IO, "%s can't be read twice: %s; give a regular file", in->path, strerror(errno));
@@ -220,15 +252,15 @@ static void parse_line(dt_batch_input *in, const char *line, size_t n, dt_batch_
 }
 
 static bool next_line(dt_batch_input *in, dt_batch_row *row) {
-    bool is_long = false;
-    for (ssize_t n; (n = read_line(in, &is_long)) >= 0;) {
+    const char *why;
+    for (ssize_t n; (n = read_line(in, &why)) >= 0;) {
         in->number++;
-        if (is_blank(in->line, (size_t)n)) {
+        if (why == NULL && is_blank(in->line, (size_t)n)) {
             continue;
         }
         *row = (dt_batch_row){.number = in->number};
-        if (is_long) {
-            refuse(row, "the row has %zd bytes; at most %zu are taken", n, ROW_BYTES_MAX);
+        if (why != NULL) {
+            refuse(row, "the row has %zd bytes, and %s; at most %zu are taken", n, why, ROW_BYTES_MAX);
         } else {
             parse_line(in, in->line, (size_t)n, row);
         }
@@ -312,6 +344,7 @@ struct dt_batch_output {
     int file;
     int64_t n_failed; /* of the lines that were there */
     bool settings_differ;
+    dt_file_lock *lock;
     json_t *done; /* row's number as text -> its id, null where it had none */
 };
 
@@ -320,14 +353,18 @@ static const json_t *id_of(const json_t *line) {
     return id != NULL ? id : json_object_get(line, "id");
 }
 
-/* Takes in what an earlier run wrote. *out_end: where the last whole line ends. */
+/* Takes in what an earlier run wrote. *out_end: where the last whole line ends; what is behind it will be cut off, so that nothing but
+ * the end of the file may end this. */
 static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) {
     FILE *file = fopen(o->path, "rb");
     char *line = NULL, key[32];
     size_t capacity = 0;
     dt_status status = DT_OK;
     *out_end = 0;
-    for (ssize_t n; status == DT_OK && file != NULL && (n = getline(&line, &capacity, file)) > 0 && line[n - 1] == '\n';) {
+    if (file == NULL) {
+        return errno == ENOENT ? DT_OK : fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
+    }
+    for (ssize_t n; status == DT_OK && (n = getline(&line, &capacity, file)) > 0 && line[n - 1] == '\n';) {
         json_t *object = json_loadb(line, (size_t)n, 0, NULL);
         const json_t *number = json_object_get(object, "line");
         if (!json_is_integer(number)) {
@@ -336,7 +373,9 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) 
         } else {
             snprintf(key, sizeof key, "%lld", (long long)json_integer_value(number));
             const json_t *id = id_of(object);
-            json_object_set_new(o->done, key, id != NULL ? json_deep_copy(id) : json_null());
+            if (json_object_set_new(o->done, key, id != NULL ? json_deep_copy(id) : json_null()) != 0) {
+                status = no_memory(error); /* not known to be done, it would be written twice */
+            }
             const char *settings = json_string_value(json_object_get(object, "settings"));
             const json_t *wrong = json_object_get(object, "error");
             o->n_failed += wrong != NULL && !json_is_null(wrong);
@@ -345,10 +384,11 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) 
         }
         json_decref(object);
     }
-    free(line);
-    if (file != NULL) {
-        fclose(file);
+    if (status == DT_OK && !feof(file)) {
+        status = fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
+    free(line);
+    fclose(file);
     return status;
 }
 
@@ -380,7 +420,13 @@ dt_status dt_batch_output_open(const char *path, const char *input_path, const c
     }
     *o = (dt_batch_output){.path = path, .settings = settings, .file = -1, .done = json_object()};
     off_t end = 0;
-    dt_status status = read_done(o, &end, error);
+    dt_status status = DT_OK;
+    if (stat(path, &there) != 0 || S_ISREG(there.st_mode)) { /* two that go on from the same lines would write each row twice */
+        status = dt_file_lock_take(path, &o->lock, error);
+    }
+    if (status == DT_OK) {
+        status = read_done(o, &end, error);
+    }
     if (status == DT_OK) {
         o->file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
         struct stat info;
@@ -402,6 +448,7 @@ void dt_batch_output_close(dt_batch_output *o) {
         if (o->file >= 0) {
             close(o->file);
         }
+        dt_file_lock_release(o->lock);
         json_decref(o->done);
         free(o);
     }

@@ -336,8 +336,8 @@ static bool get_number(note *from, size_t *out) {
     return true;
 }
 
-/* A copy, to be freed with dt_free or free; NULL when it is not whole. */
-static char *get_text(note *from) {
+/* A copy, to be freed with dt_free or free; NULL when it is not whole, or with the error set: out of memory. */
+static char *get_text(note *from, dt_error *error) {
     size_t n;
     if (!get_number(from, &n) || n > from->left || memchr(from->at, 0, n) != NULL) {
         return NULL;
@@ -348,6 +348,8 @@ static char *get_text(note *from) {
         text[n] = 0;
         from->at += n;
         from->left -= n;
+    } else {
+        no_memory(error);
     }
     return text;
 }
@@ -358,19 +360,20 @@ static bool read_note(dt_chat *chat, note *from, dt_error *error) {
         return false;
     }
     for (size_t i = 0; i < n_messages; i++) {
-        char *content = get_number(from, &role) && role < sizeof roles / sizeof roles[0] ? get_text(from) : NULL;
+        char *content = get_number(from, &role) && role < sizeof roles / sizeof roles[0] ? get_text(from, error) : NULL;
         const bool added = content != NULL && add_message(chat, roles[role], content, error) == DT_OK;
         free(content);
         if (!added) {
             return false;
         }
     }
-    chat->before = get_text(from);
+    chat->before = get_text(from, error);
     if (chat->before == NULL || !get_number(from, &n_tokens) || from->left != n_tokens * sizeof(int32_t)) {
         return false;
     }
     int32_t *tokens = malloc(from->left + 1); /* the note is not aligned */
     if (tokens == NULL) {
+        no_memory(error);
         return false;
     }
     memcpy(tokens, from->at, from->left);
@@ -393,7 +396,11 @@ dt_status dt_chat_resume(dt_chat *chat, const char *system_prompt, dt_error *err
     while (chat->n_messages > 0) {
         free((char *)chat->messages[--chat->n_messages].content);
     }
+    error->code = DT_OK;
     if (!read_note(chat, &from, error)) {
+        if (error->code == DT_ERR_MEMORY) {
+            return error->code;
+        }
         snprintf(error->message, sizeof error->message, "the chat in the session file is damaged; name another file");
         return error->code = DT_ERR_FORMAT;
     }

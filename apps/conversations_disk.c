@@ -8,6 +8,7 @@
  */
 #define _DEFAULT_SOURCE /* flock, strdup */
 #include "conversations_internal.h"
+#include "file_lock.h"
 #include "report.h"
 
 #include <dirent.h>
@@ -199,6 +200,11 @@ static void limit_folder(dt_conversations *all, const dt_conversation *except, u
     }
 }
 
+static bool ends_in(const char *name, const char *ending) {
+    const size_t n = strlen(name), n_ending = strlen(ending);
+    return n >= n_ending && strcmp(name + n - n_ending, ending) == 0;
+}
+
 dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
     const char *name = all->params.folder;
     char path[PATH_BYTES];
@@ -216,9 +222,12 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
                                      strerror(errno));
     }
     if (flock(all->folder_lock, LOCK_EX | LOCK_NB) != 0) {
-        return dt_conversations_fail(error, DT_ERR_IO, "another server uses the folder for conversations %s; name another one",
-                                     name);
+        char holder[64];
+        dt_file_lock_holder(all->folder_lock, holder, sizeof holder);
+        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s is in use by %s; name another one", name,
+                                     holder);
     }
+    dt_file_lock_sign(all->folder_lock);
     all->next_id = 1;
     DIR *folder = opendir(name);
     for (const struct dirent *entry; folder != NULL && (entry = readdir(folder)) != NULL;) {
@@ -226,6 +235,11 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
         int end = 0;
         if (sscanf(entry->d_name, "conversation-%16llx.json%n", &id, &end) == 1 && end > 0 && entry->d_name[end] == 0) {
             read_index(all, id);
+        }
+        if (sscanf(entry->d_name, "conversation-%16llx", &id) == 1 &&
+            (ends_in(entry->d_name, ".part") || ends_in(entry->d_name, ".tmp"))) {
+            unlinkat(dirfd(folder), entry->d_name, 0); /* in the making when a server was killed: the folder is ours alone */
+            continue;
         }
         if (sscanf(entry->d_name, "conversation-%16llx", &id) == 1) { /* others are left alone, and not overwritten */
             all->next_id = id >= all->next_id ? id + 1 : all->next_id;

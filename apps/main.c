@@ -7,6 +7,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "chat.h"
+#include "file_lock.h"
 #include "guard.h"
 #include "options.h"
 
@@ -444,6 +445,7 @@ static int run_all(void *user) {
     dt_error error = {0};
     texts t = {0};
     dt_stats_file *stats = NULL;
+    dt_file_lock *lock = NULL;
     dt_model *model = NULL;
     dt_status status = texts_read(o, &t, &error);
     if (status == DT_OK && o->shared.stats_json != NULL) {
@@ -453,6 +455,7 @@ static int run_all(void *user) {
     }
     if (status == DT_OK && o->session != NULL) {
         status = find_saved(o, &t, &error);
+        status = status == DT_OK ? dt_file_lock_take(o->session, &lock, &error) : status;
     }
     if (status == DT_OK && o->draft_model != NULL) {
         status = dt_check_same_vocabulary(o->shared.model, o->draft_model, &error);
@@ -472,6 +475,7 @@ static int run_all(void *user) {
     }
     dt_model_close(model);
     dt_stats_file_free(stats);
+    dt_file_lock_release(lock);
     texts_free(&t);
     return exit_code;
 }

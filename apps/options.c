@@ -30,6 +30,8 @@ static const dt_option model_rows[] = {
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
     {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
      "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit)"},
+    {"--no-mmap", NULL, DT_OPTION_OFF, AT(mmap), 0, 0,
+     "read the whole model file into memory, where others may cut it short or its disk may fail (mapped)"},
     {"--device", "NAME", DT_OPTION_TEXT, AT(device), 0, 0,
      "where layers run: cpu, cuda, metal, vulkan, a device by name, rpc=HOST:PORT for another machine, several separated by commas; "
      "list = show them (cpu)"},
@@ -102,6 +104,7 @@ void dt_shared_options_init(dt_shared_options *options) {
         .top_k = sampler.top_k,
         .seed = -1,
         .log_level = DT_LOG_INFO,
+        .mmap = true,
         .progress = true,
     };
 }
@@ -495,7 +498,8 @@ bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int
 bool dt_wants_devices(const dt_shared_options *o) { return o->device != NULL && strcmp(o->device, "list") == 0; }
 
 void dt_shared_options_model(const dt_shared_options *o, dt_model_params *out) {
-    *out = (dt_model_params){.device = o->n_device_layers == 0 ? NULL : o->device,
+    *out = (dt_model_params){.no_mmap = !o->mmap,
+                             .device = o->n_device_layers == 0 ? NULL : o->device,
                              .n_device_layers = (int32_t)(o->n_device_layers > 0 ? o->n_device_layers : 0),
                              .device_split = o->n_device_layers == 0 ? NULL : o->device_split,
                              .rpc_timeout_s = (int32_t)o->rpc_timeout};

@@ -48,6 +48,7 @@ typedef struct dt_shared_options {
     const char *device_split;         /* NULL: not given */
     int64_t rpc_timeout;              /* seconds; 0: not given */
     int64_t kv_memory;                /* bytes; 0: not given */
+    bool mmap;
     /* eviction */
     bool eviction;
     const char *eviction_config, *eviction_preset;
@@ -93,7 +94,7 @@ bool dt_wants_devices(const dt_shared_options *options);
  * program ends with *out_exit. options begins with dt_shared_options, initialized; the usage is "PROGRAM ARGUMENTS". */
 bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options,
                       const char *program, const char *arguments, int *out_exit);
-/* For dt_model_open: devices and layers. */
+/* For dt_model_open: devices, layers, mapping. */
 void dt_shared_options_model(const dt_shared_options *options, dt_model_params *out);
 /* What the flags mean to the library. grammar: the text of --grammar-file, or NULL. *out_eviction is NULL when it is off. */
 void dt_shared_options_sampler(const dt_shared_options *options, const char *grammar, dt_sampler_params *out);

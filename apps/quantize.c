@@ -20,6 +20,15 @@ static void on_stop(int signal_number) {
     _exit(128 + signal_number);
 }
 
+static void on_lost_input(int signal_number) {
+    static const char message[] = "error: the input became shorter, or can't be read any more, while it was quantized\n";
+    (void)signal_number;
+    const ssize_t written = write(STDERR_FILENO, message, sizeof message - 1);
+    (void)written;
+    unlink(temporary);
+    _exit(1);
+}
+
 static void show_progress(int64_t n_done, int64_t n_tensors, void *user) {
     const double started = *(const double *)user, taken = dt_seconds_now() - started;
     const double left = n_done > 0 ? taken * (double)(n_tensors - n_done) / (double)n_done : 0;
@@ -114,6 +123,8 @@ int main(int argc, char **argv) {
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGHUP, &action, NULL);
+    action.sa_handler = on_lost_input; /* libllama maps it */
+    sigaction(SIGBUS, &action, NULL);
     action.sa_handler = SIG_IGN;
     sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */
 

@@ -157,6 +157,15 @@ function(dt_build_llama source)
     set(GIT_EXECUTABLE ${DT_FALSE_PROGRAM})
     # ggml's C calls its C++, and what that throws when memory runs out is caught above both (src/weights/ggml_calls.cpp)
     string(APPEND CMAKE_C_FLAGS " -fexceptions")
+    if(CMAKE_BUILD_TYPE STREQUAL "Debug") # their assertions meet what files hold: a weight that is no number would end the process
+        string(APPEND CMAKE_C_FLAGS " -DNDEBUG")
+        string(APPEND CMAKE_CXX_FLAGS " -DNDEBUG")
+    endif()
+    if(DT_FUZZ) # what we hand on to libllama is looked for in there too
+        set(flags "-fsanitize=fuzzer-no-link,address -fno-omit-frame-pointer -g1 -D_GLIBCXX_ASSERTIONS")
+        string(APPEND CMAKE_C_FLAGS " ${flags}")
+        string(APPEND CMAKE_CXX_FLAGS " ${flags}")
+    endif()
     set(CMAKE_MESSAGE_LOG_LEVEL WARNING)
     add_subdirectory("${source}" "${CMAKE_BINARY_DIR}/deps/llama.cpp" EXCLUDE_FROM_ALL)
     foreach(target ggml ggml-base ggml-cpu llama) # no warnings of ours inside their headers

@@ -501,13 +501,36 @@ function(dt_patch_schemas source)
 endfunction()
 
 # A grammar's syntax error goes to the log, as the others do, rather than to stderr. Filtering by a grammar in which much is optional
-# ends.
+# ends. Repetitions are written out before anything is known to match: {2,0} would be without end, and "..."{2000} a thousand times over
+# takes gigabytes.
 function(dt_patch_grammars source)
     set(file "${source}/src/llama-grammar.cpp")
     dt_replace_in("${file}" [==[
         fprintf(stderr, "%s: error parsing grammar: %s\n\n%s\n", __func__, err.what(), src);
 ]==] [==[
         LLAMA_LOG_ERROR("%s\n", err.what());
+]==])
+    dt_replace_in("${source}/src/llama-grammar.h" [==[
+    llama_grammar_rules rules;
+
+    llama_grammar_parser(const struct llama_vocab * vocab = nullptr) : vocab(vocab) {}
+]==] [==[
+    llama_grammar_rules rules;
+    uint64_t n_written_out = 0; // elements that repetitions have come to
+
+    llama_grammar_parser(const struct llama_vocab * vocab = nullptr) : vocab(vocab) {}
+]==])
+    dt_replace_in("${file}" [==[
+        if (n_prev_rules * total_rules > MAX_REPETITION_THRESHOLD) {
+]==] [==[
+        if (!no_max && max_times < min_times) {
+            throw std::runtime_error(std::string("a repetition with more times at the least than at the most at ") + pos);
+        }
+        n_written_out += prev_rule.size() * total_rules;
+        if (n_written_out > 1000000) {
+            throw std::runtime_error("the repetitions of this grammar come to more than a million characters and rules");
+        }
+        if (n_prev_rules * total_rules > MAX_REPETITION_THRESHOLD) {
 ]==])
     dt_replace_in("${file}" [==[
 // transforms a grammar pushdown stack into N possible stacks, all ending

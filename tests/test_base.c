@@ -23,6 +23,8 @@ static void test_fail_fills_the_error(void **state) {
     assert_string_equal(error.message, "a.gguf: no such file");
     assert_int_equal(dt_fail(&error, DT_ERR_FORMAT, "b: %s", error.message), DT_ERR_FORMAT);
     assert_string_equal(error.message, "b: a.gguf: no such file");
+    dt_fail(&error, DT_ERR_ARGUMENT, "no template \x1b[2J%s", "a\nb\tc\x7f"); /* what is quoted may hold anything */
+    assert_string_equal(error.message, "no template  [2Ja b c ");
     assert_int_equal(dt_fail(NULL, DT_ERR_LIMIT, "nobody listens"), DT_ERR_LIMIT);
     assert_int_equal(dt_fail_memory(&error, 4096, "scores"), DT_ERR_MEMORY);
     assert_non_null(strstr(error.message, "4096 more bytes for scores"));

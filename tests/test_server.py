@@ -454,7 +454,7 @@ def test_memory_ceiling(model, tmp_path):
     status, answer, _ = server.ask("/v1/completions", {"prompt": WORDS * 4, "max_tokens": 700, "n": 4})
     assert status == 400 and "--kv-memory" in answer["error"]["message"]
     second = subprocess.run([SERVER, "-m", model, "--port", "0", *flags], capture_output=True, timeout=60)
-    assert second.returncode == 2 and b"another server" in second.stderr
+    assert second.returncode == 2 and f"in use by process {server.process.pid}".encode() in second.stderr
     server.stop(signal.SIGKILL)
     with serving(model, tmp_path, *flags) as server:
         on_disk = server.metrics()['deeptutor_conversations{state="disk"}']

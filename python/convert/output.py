@@ -4,6 +4,7 @@ The plan holds no weights. A tensor's pieces are made while they are written, so
 its rows are reordered) or a few dozen MB (everywhere else), whatever the size of the model.
 """
 
+import contextlib
 import dataclasses
 import os
 from typing import Callable
@@ -235,7 +236,7 @@ class Writer:
             for tensor in self.planned:
                 start = file.tell()
                 for piece in tensor.pieces():
-                    piece.tofile(file)
+                    file.write(piece.reshape(-1).view(np.uint8))  # not tofile, whose error does not say why
                     progress(piece.nbytes)
                 if file.tell() - start != tensor.n_bytes:
                     raise ConvertError(f"tensor {tensor.name} came out with {file.tell() - start} bytes instead of {tensor.n_bytes}"
@@ -243,8 +244,12 @@ class Writer:
                 self._pad(file)
             file.flush()
             os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
         finally:
-            writer.close()
+            with contextlib.suppress(OSError):  # what the disk did not take, told above
+                writer.close()
 
     def _pad(self, file):
         file.write(bytes(-file.tell() % self.writer.data_alignment))

@@ -5,6 +5,7 @@ truncated file lacks. Every offset is checked against the file before a tensor i
 """
 
 import json
+import math
 import struct
 
 import numpy as np
@@ -13,6 +14,8 @@ from .errors import ConvertError
 from .tensors import NUMPY_TYPES, SourceTensor, file_reader
 
 MAX_HEADER_BYTES = 100 << 20
+MAX_DIMENSIONS = 8
+MAX_NUMBER = 1 << 63
 
 
 def read_safetensors(path):
@@ -26,21 +29,24 @@ def read_safetensors(path):
         try:
             header = json.loads(file.read(n_header))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, AttributeError, UnicodeDecodeError):
+        except (ValueError, AttributeError, RecursionError):
             raise ConvertError(f"{path}: the header is not JSON; fetch the file again") from None
     return {name: _tensor(path, 8 + n_header, size, name, entry) for name, entry in entries.items()}
 
 
 def _tensor(path, data, size, name, entry):
     try:
-        format, shape, (start, end) = entry["dtype"], [int(n) for n in entry["shape"]], entry["data_offsets"]
+        format, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = all(type(n) is int and 0 <= n < MAX_NUMBER for n in (*shape, start, end))
     except (TypeError, KeyError, ValueError):
+        whole = False
+    if not whole or not isinstance(format, str) or len(shape) > MAX_DIMENSIONS:
         raise ConvertError(f"{path}: the entry of tensor {name} is damaged; fetch the file again") from None
     if format not in NUMPY_TYPES:
         raise ConvertError(f"{path}: tensor {name} is stored as {format}, which is not supported; "
                            f"supported: {', '.join(NUMPY_TYPES)}")
-    n_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(NUMPY_TYPES[format]).itemsize
-    if min(shape, default=1) < 0 or not 0 <= start <= end or end - start != n_bytes:
+    n_bytes = math.prod(shape) * np.dtype(NUMPY_TYPES[format]).itemsize
+    if start > end or end - start != n_bytes:
         raise ConvertError(f"{path}: tensor {name} of shape {shape} should take {n_bytes} bytes, its entry says {end - start}")
     if data + end > size:
         raise ConvertError(f"{path} is truncated: tensor {name} ends at byte {data + end}, the file has {size}; fetch it again")

@@ -22,7 +22,8 @@
 dt_status dt_fail(dt_error *error, dt_status code, const char *format, ...) DT_PRINTF(3, 4);
 /* dt_fail for a failed allocation of `bytes` for `what`. */
 dt_status dt_fail_memory(dt_error *error, size_t bytes, const char *what);
-/* vsnprintf for messages of one line: too long ones end in "...", at a whole UTF-8 character; no newline at the end. */
+/* vsnprintf for messages of one line: too long ones end in "...", at a whole UTF-8 character; control characters become spaces, line
+ * ends behind it go. */
 void dt_format_line(char *out, size_t capacity, const char *format, va_list arguments) DT_PRINTF(3, 0);
 
 void dt_log(dt_log_level level, const char *format, ...) DT_PRINTF(2, 3);

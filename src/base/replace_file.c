@@ -3,17 +3,21 @@
  *
  * Order of a commit: bytes to the disk (fsync), then the name (rename), then the folder's entry (fsync of the folder). Invariant:
  * before the rename the target has not been touched; a failure removes the file in the making.
+ *
+ * A file in the making is locked (flock) by who makes it. What a killed process left of one has a lock that nobody holds, and in its
+ * name a process that is no more: the next one who writes the same target removes it.
  */
-#ifndef _XOPEN_SOURCE
-#define _XOPEN_SOURCE 700 /* realpath, fsync */
-#endif
+#define _GNU_SOURCE /* realpath, fsync, flock */
 #include "base/replace_file.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -58,6 +62,51 @@ static char *resolve(const char *path) {
     return real != NULL || errno != ENOENT ? real : strdup(path);
 }
 
+/* ---- what killed processes left ---- */
+
+/* Whether `path`, a file in the making of process `pid`, is nobody's any more. Our own number counts: in containers every process may
+ * have the same. */
+static bool is_abandoned(const char *path, long pid) {
+    if (pid != (long)getpid() && (kill((pid_t)pid, 0) == 0 || errno != ESRCH)) {
+        return false;
+    }
+    const int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
+    const bool locked = descriptor >= 0 && flock(descriptor, LOCK_EX | LOCK_NB) == 0;
+    if (descriptor >= 0) {
+        close(descriptor);
+    }
+    return locked;
+}
+
+/* Removes files in the making of `target` that are nobody's. */
+static void remove_abandoned(const char *target) {
+    const char *slash = strrchr(target, '/'), *name = slash != NULL ? slash + 1 : target;
+    const size_t n_folder = (size_t)(name - target), n_name = strlen(name);
+    char *path = malloc(n_folder + n_name + 64);
+    if (path == NULL) {
+        return;
+    }
+    memcpy(path, target, n_folder);
+    memcpy(path + n_folder, n_folder > 0 ? "" : ".", n_folder > 0 ? 1 : 2);
+    DIR *folder = opendir(path);
+    for (const struct dirent *entry; folder != NULL && (entry = readdir(folder)) != NULL;) {
+        long pid = 0;
+        int end = 0;
+        if (strncmp(entry->d_name, name, n_name) == 0 && sscanf(entry->d_name + n_name, ".%9ld.tmp%n", &pid, &end) == 1 &&
+            end > 0 && entry->d_name[n_name + (size_t)end] == 0 && pid > 0) {
+            memcpy(path + n_folder, name, n_name);
+            snprintf(path + n_folder + n_name, 64, ".%ld.tmp", pid);
+            if (is_abandoned(path, pid)) {
+                unlink(path);
+            }
+        }
+    }
+    if (folder != NULL) {
+        closedir(folder);
+    }
+    free(path);
+}
+
 dt_status dt_replace_begin(const char *path, dt_replace_file **out, dt_error *error) {
     *out = NULL;
     if (path[0] == 0) {
@@ -86,8 +135,12 @@ dt_status dt_replace_begin(const char *path, dt_replace_file **out, dt_error *er
     } else if (exists && access(file->path, W_OK) != 0) {
         reason = errno;
     } else {
+        remove_abandoned(file->path);
         file->descriptor = open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         reason = errno;
+    }
+    if (file->descriptor >= 0) {
+        (void)flock(file->descriptor, LOCK_EX | LOCK_NB); /* where the file system has no locks, nothing is cleaned up */
     }
     if (file->descriptor < 0) {
         const dt_status status = reason == EEXIST && exists && !S_ISREG(info.st_mode)

@@ -1,7 +1,7 @@
 /*
  * Errors as values: a code and one sentence in the caller's buffer.
  *
- * Invariants: a message never ends in a newline, is cut at a whole UTF-8 character with "..." when it does not fit, and may be
+ * Invariants: a message is one line without control characters, whatever it quotes; it is cut at a whole UTF-8 character with "..." when it does not fit, and may be
  * built from the text that the buffer held before (dt_fail(error, code, "%s: %s", file, error->message)).
  */
 #include "base/base.h"
@@ -38,6 +38,9 @@ void dt_format_line(char *out, size_t capacity, const char *format, va_list argu
         length--;
     }
     out[length] = '\0';
+    for (char *c = out; *c != '\0'; c++) { /* what it quotes may come from anywhere, and goes to terminals */
+        *c = (unsigned char)*c < ' ' || *c == 0x7F ? ' ' : *c;
+    }
 }
 
 dt_status dt_fail(dt_error *error, dt_status code, const char *format, ...) {

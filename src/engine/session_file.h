@@ -44,6 +44,9 @@ typedef struct dt_session_lane { /* what a LANE's payload begins with; columns o
 #define DT_SESSION_LANE_PEAK 4u
 #define DT_SESSION_LANE_ORIGINS 8u
 
+/* Loading draws all of them again, so that a file can't ask for more than a second or two of that; of a longer stream the place is not
+ * kept. */
+#define DT_SESSION_DRAWS_MAX ((uint64_t)1 << 22)
 typedef struct dt_session_sampler {
     uint32_t seed, reserved;
     uint64_t n_draws;

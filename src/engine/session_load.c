@@ -9,6 +9,7 @@
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
+#include "base/file_map.h"
 #include "base/hash.h"
 #include "engine/session.h"
 #include "engine/session_file.h"
@@ -17,7 +18,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -35,7 +35,8 @@ typedef struct loaded {
 typedef struct reader {
     const dt_session *session;
     const char *path;
-    const char *bytes;
+    dt_file_map *map;
+    const char *bytes; /* of the mapping */
     uint64_t n_bytes, at;
     dt_session_header header;
     dt_error *error;
@@ -43,10 +44,16 @@ typedef struct reader {
 } reader;
 
 static dt_status damaged(const reader *r, const char *what) {
+    if (r->map != NULL && dt_file_map_broken(r->map)) {
+        return dt_fail(r->error, DT_ERR_IO, "%s became shorter while it was read; restore a copy", r->path);
+    }
     return dt_fail(r->error, DT_ERR_FORMAT, "%s is damaged (%s); delete it to start anew, or restore a copy", r->path, what);
 }
 
 static dt_status cut_short(const reader *r, uint64_t wanted) {
+    if (r->map != NULL && dt_file_map_broken(r->map)) {
+        return dt_fail(r->error, DT_ERR_IO, "%s became shorter while it was read; restore a copy", r->path);
+    }
     return dt_fail(r->error, DT_ERR_FORMAT,
                    "%s was cut short: it has %llu of %llu bytes; delete it to start anew, or restore a copy", r->path,
                    (unsigned long long)r->n_bytes, (unsigned long long)wanted);
@@ -227,7 +234,7 @@ static dt_status read_small_sections(reader *r, loaded *l) {
             return damaged(r, "the sampler's state has a wrong size");
         }
         memcpy(&l->sampler, payload, sizeof l->sampler);
-        if (l->sampler.n_draws > ((uint64_t)1 << 32)) { /* each is drawn again */
+        if (l->sampler.n_draws > DT_SESSION_DRAWS_MAX) {
             return damaged(r, "the sampler's state makes no sense");
         }
         l->has_sampler = true;
@@ -417,11 +424,24 @@ static dt_status read_lanes(reader *r, loaded *l) {
 static dt_status take_over(dt_session *s, reader *r, loaded *l, dt_sampler *sampler) {
     const int32_t n_tokens = (int32_t)r->header.n_tokens;
     const size_t logit_bytes = (size_t)r->header.n_vocab * sizeof(float);
+    const size_t token_bytes = (size_t)n_tokens * sizeof *l->tokens;
     float *logits = l->has_logits ? malloc(logit_bytes) : NULL;
     void *note = l->note_bytes > 0 ? malloc(l->note_bytes) : NULL;
+    int32_t *tokens = malloc(DT_MAX(token_bytes, 1));
     dt_status status = DT_OK;
-    if ((l->has_logits && logits == NULL) || (l->note_bytes > 0 && note == NULL)) {
-        status = dt_fail_memory(r->error, logit_bytes + l->note_bytes, "the session");
+    if ((l->has_logits && logits == NULL) || (l->note_bytes > 0 && note == NULL) || tokens == NULL) {
+        status = dt_fail_memory(r->error, logit_bytes + l->note_bytes + token_bytes, "the session");
+    } else {
+        memcpy(tokens, l->tokens, token_bytes);
+        if (logits != NULL) {
+            memcpy(logits, l->logits, logit_bytes);
+        }
+        if (note != NULL) {
+            memcpy(note, l->note, l->note_bytes);
+        }
+        if (dt_file_map_broken(r->map)) { /* nothing of it is looked at from here on */
+            status = cut_short(r, r->n_bytes);
+        }
     }
     if (status == DT_OK) {
         status = dt_session_reserve_tokens(s, DT_MAX(n_tokens - s->n_tokens, 0), r->error);
@@ -430,23 +450,19 @@ static dt_status take_over(dt_session *s, reader *r, loaded *l, dt_sampler *samp
         const dt_sampler_state state = {.seed = l->sampler.seed, .n_draws = l->sampler.n_draws};
         status = dt_sampler_set_state(sampler, &state, r->error);
         for (int32_t i = 0; i < n_tokens && status == DT_OK; i++) {
-            status = dt_sampler_accept(sampler, l->tokens[i], false, r->error);
+            status = dt_sampler_accept(sampler, tokens[i], false, r->error);
         }
     }
     if (status != DT_OK) {
         free(logits);
         free(note);
+        free(tokens);
         return status;
     }
-    if (logits != NULL) {
-        memcpy(logits, l->logits, logit_bytes);
-    }
-    if (note != NULL) {
-        memcpy(note, l->note, l->note_bytes);
-    }
     if (n_tokens > 0) {
-        memcpy(s->tokens, l->tokens, (size_t)n_tokens * sizeof *s->tokens);
+        memcpy(s->tokens, tokens, token_bytes);
     }
+    free(tokens);
     dt_snapshots_drop(s, 0);
     free(s->own_logits);
     free(s->note);
@@ -475,7 +491,7 @@ static dt_status read_all(reader *r, loaded *l) {
     return status == DT_OK ? read_lanes(r, l) : status;
 }
 
-/* *out_bytes is NULL for an empty file. */
+/* r->bytes is NULL for an empty file. */
 static dt_status map_file(reader *r, dt_error *error) {
     struct stat info;
     const int file = open(r->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe must not hang here */
@@ -489,16 +505,18 @@ static dt_status map_file(reader *r, dt_error *error) {
         return status;
     }
     r->n_bytes = (uint64_t)info.st_size;
-    void *bytes = r->n_bytes > 0 ? mmap(NULL, (size_t)r->n_bytes, PROT_READ, MAP_PRIVATE, file, 0) : NULL;
+    if (r->n_bytes > 0) {
+#ifdef POSIX_FADV_SEQUENTIAL
+        (void)posix_fadvise(file, 0, 0, POSIX_FADV_SEQUENTIAL);
+#endif
+        r->map = dt_file_map_open(file, (size_t)r->n_bytes);
+    }
     const int reason = errno;
     close(file);
-    if (bytes == MAP_FAILED) {
+    if (r->n_bytes > 0 && r->map == NULL) {
         return dt_fail(error, DT_ERR_IO, "%s can't be read: %s", r->path, strerror(reason));
     }
-    if (bytes != NULL) {
-        (void)posix_madvise(bytes, (size_t)r->n_bytes, POSIX_MADV_SEQUENTIAL);
-    }
-    r->bytes = bytes;
+    r->bytes = r->map != NULL ? (const char *)dt_file_map_bytes(r->map) : NULL;
     return DT_OK;
 }
 
@@ -517,8 +535,6 @@ dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *
         status = take_over(session, &r, &l, sampler);
     }
     dt_kv_free(l.kv);
-    if (r.bytes != NULL) {
-        munmap((void *)(uintptr_t)r.bytes, (size_t)r.n_bytes);
-    }
+    dt_file_map_close(r.map);
     return status;
 }

@@ -132,7 +132,7 @@ static void put_all(writer *w, const dt_session *s, const dt_sampler *sampler, v
         state.seed = now.seed;
         state.n_draws = now.n_draws;
     }
-    put_section(w, "SMPL", &state, sampler != NULL ? sizeof state : 0);
+    put_section(w, "SMPL", &state, sampler != NULL && state.n_draws <= DT_SESSION_DRAWS_MAX ? sizeof state : 0);
     put_section(w, "NOTE", s->note, s->note_bytes);
     for (int32_t layer = 0; layer < info->n_layers; layer++) {
         for (int32_t lane = 0; lane < info->n_kv_heads[layer]; lane++) {

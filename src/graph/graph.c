@@ -570,6 +570,9 @@ dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_
     graph->set_n_threads(graph->backends[0], plan->n_tokens == 1 ? graph->params.n_threads : graph->params.n_threads_batch);
     status = compute_segments(graph, plan, error);
     if (status == DT_OK) {
+        status = dt_weights_check(graph->decoder->weights, error);
+    }
+    if (status == DT_OK) {
         status = fetch_logits(graph, plan, logits, error);
     }
     for (int32_t i = 0; status == DT_OK && i < plan->n_elsewhere; i++) {

@@ -7,6 +7,7 @@
  * Invariant: no byte is read at or past `size`, and no count from the file is used before it was compared with the bytes that
  * are left for it.
  */
+#include "base/file_map.h"
 #include "weights/gguf_file.h"
 
 #include <errno.h>
@@ -14,7 +15,6 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -393,7 +393,7 @@ dt_status dt_gguf_scan(const char *path, uint64_t *out_bytes, dt_error *error) {
     }
     struct stat info;
     dt_status status = DT_OK;
-    void *data = MAP_FAILED;
+    dt_file_map *map = NULL;
     if (fstat(file, &info) != 0) {
         status = dt_fail(error, DT_ERR_IO, "cannot read the model file %s: %s", path, strerror(errno));
     } else if (S_ISDIR(info.st_mode)) {
@@ -402,16 +402,23 @@ dt_status dt_gguf_scan(const char *path, uint64_t *out_bytes, dt_error *error) {
         status = dt_fail(error, DT_ERR_IO, "%s is not a regular file; give a GGUF file on disk", path);
     } else if (info.st_size == 0) {
         status = dt_fail(error, DT_ERR_FORMAT, "%s is empty; get the file again", path);
-    } else if ((data = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, file, 0)) == MAP_FAILED) {
+    } else if ((map = dt_file_map_open(file, (size_t)info.st_size)) == NULL) {
         status = dt_fail(error, DT_ERR_IO, "cannot map the model file %s: %s", path, strerror(errno));
     }
     close(file);
     if (status) {
         return status;
     }
-    scan s = {.path = path, .data = data, .size = (uint64_t)info.st_size, .alignment = GGUF_DEFAULT_ALIGNMENT, .error = error};
+    scan s = {.path = path,
+              .data = dt_file_map_bytes(map),
+              .size = (uint64_t)info.st_size,
+              .alignment = GGUF_DEFAULT_ALIGNMENT,
+              .error = error};
     status = scan_file(&s);
-    munmap(data, (size_t)info.st_size);
+    if (dt_file_map_broken(map)) {
+        status = dt_fail(error, DT_ERR_IO, "%s became shorter while it was read; get the file again", path);
+    }
+    dt_file_map_close(map);
     *out_bytes = (uint64_t)info.st_size;
     return status;
 }

@@ -4,16 +4,22 @@
  * What ggml or libllama would abort on is checked before. Invariants: the output appears under its name only when it is whole; a
  * tensor that is quantized already keeps its type, so that weights repacked from another format stay as exact as they are.
  */
+#define _GNU_SOURCE /* flock */
+#include "base/replace_file.h"
 #include "weights/gguf_file.h"
 
 #include "llama.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
 
 /* Those that need no importance matrix. */
 static const struct {
@@ -48,12 +54,14 @@ typedef struct listener {
     const dt_quantize_params *params;
     char line[512];
     char last_error[512];
+    int reason; /* errno when it was said */
 } listener;
 
 /* A tensor's line begins with "[ 12/ 291] " and ends when the tensor is done. */
 static void listen(enum ggml_log_level level, const char *text, void *user) {
     listener *l = user;
     if (level == GGML_LOG_LEVEL_ERROR && text[0] != '\n') {
+        l->reason = errno;
         snprintf(l->last_error, sizeof l->last_error, "%s", text);
     }
     const size_t used = strlen(l->line);
@@ -152,6 +160,18 @@ static struct llama_model_tensor_override *keep_quantized(const dt_gguf *gguf, c
     return keep;
 }
 
+/* Why it went wrong, from what libllama said and what the system says. */
+static dt_status tell_failure(const dt_quantize_params *params, const char *temporary, listener *l, dt_error *error) {
+    struct statvfs disk;
+    const bool is_full = l->reason == ENOSPC || l->reason == EDQUOT || (statvfs(temporary, &disk) == 0 && disk.f_bavail == 0);
+    if (is_full || l->reason == EFBIG) {
+        return dt_fail(error, DT_ERR_IO, "%s can't be written: %s", params->output, strerror(is_full ? ENOSPC : EFBIG));
+    }
+    l->last_error[strcspn(l->last_error, "\n")] = 0;
+    return dt_fail(error, DT_ERR_IO, "%s could not be quantized to %s: %s", params->input, params->type,
+                   l->last_error[0] != 0 ? l->last_error : "no reason given");
+}
+
 static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftype ftype, const dt_gguf *gguf, const char *temporary,
                                dt_error *error) {
     char *names = NULL;
@@ -167,6 +187,7 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
     quantize.max_buf_size = (size_t)512 << 20; /* libllama's 8 GiB are more than small machines have */
 
     listener l = {.params = params};
+    errno = 0;
     ggml_log_callback log;
     void *log_user;
     llama_log_get(&log, &log_user);
@@ -175,10 +196,34 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
     llama_log_set(log, log_user);
     free(keep);
     free(names);
-    if (result != 0) {
-        l.last_error[strcspn(l.last_error, "\n")] = 0;
-        return dt_fail(error, DT_ERR_IO, "%s could not be quantized to %s: %s; is there enough space for %s?", params->input,
-                       params->type, l.last_error[0] != 0 ? l.last_error : "no reason given", temporary);
+    return result == 0 ? DT_OK : tell_failure(params, temporary, &l, error);
+}
+
+/* Opens the file in the making and locks it: two runs for one output would write into each other. libllama opens it by name again. */
+static dt_status begin_output(const dt_quantize_params *params, const char *temporary, int *out_file, dt_error *error) {
+    struct stat ours, there;
+    for (;;) {
+        *out_file = open(temporary, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+        if (*out_file < 0) {
+            return dt_fail(error, DT_ERR_IO, "%s can't be written: %s", temporary, strerror(errno));
+        }
+        if (flock(*out_file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+            close(*out_file);
+            *out_file = -1;
+            return dt_fail(error, DT_ERR_IO, "another process is writing %s; wait until it ends, or give the output another name",
+                           params->output);
+        }
+        if (fstat(*out_file, &ours) == 0 && stat(temporary, &there) == 0 && ours.st_ino == there.st_ino) {
+            return DT_OK;
+        }
+        close(*out_file); /* the other run has just ended and given it its name */
+    }
+}
+
+/* The file in the making, whole, to the disk and under its name. */
+static dt_status end_output(const dt_quantize_params *params, const char *temporary, int file, dt_error *error) {
+    if (fsync(file) != 0 || rename(temporary, params->output) != 0) {
+        return dt_fail(error, DT_ERR_IO, "%s can't be written: %s", params->output, strerror(errno));
     }
     return DT_OK;
 }
@@ -215,13 +260,23 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
         status = dt_fail_memory(error, capacity, "a file name");
     }
     if (status == DT_OK) {
+        int file = -1;
         snprintf(temporary, capacity, "%s.part", params->output);
-        status = run_quantizer(params, ftype, gguf, temporary, error);
-        if (status == DT_OK && rename(temporary, params->output) != 0) {
-            status = dt_fail(error, DT_ERR_IO, "%s could not be renamed to %s: %s", temporary, params->output, strerror(errno));
+        status = dt_replace_check(params->output, 0, error);
+        if (status == DT_OK) {
+            status = begin_output(params, temporary, &file, error);
         }
-        if (status != DT_OK) {
-            remove(temporary);
+        if (status == DT_OK) {
+            status = run_quantizer(params, ftype, gguf, temporary, error);
+        }
+        if (status == DT_OK) {
+            status = end_output(params, temporary, file, error);
+        }
+        if (file >= 0) {
+            if (status != DT_OK) {
+                remove(temporary); /* locked: it is this run's */
+            }
+            close(file);
         }
     }
     free(temporary);

@@ -11,6 +11,7 @@
  */
 #define _GNU_SOURCE /* madvise */
 #include "base/amx.h"
+#include "base/file_map.h"
 #include "weights/ggml_calls.h"
 #include "weights/gguf_file.h"
 
@@ -57,9 +58,10 @@ typedef struct home {
 
 /* One part of the model while it is read. */
 typedef struct open_part {
-    int file; /* -1 when closed */
-    unsigned char *mapping;
-    size_t bytes;
+    int file;         /* -1 when closed */
+    dt_file_map *map; /* NULL where the file is read instead */
+    const unsigned char *mapping;
+    char *path;
     ggml_backend_buffer_t buffer; /* ggml's view of the mapping */
 } open_part;
 
@@ -402,14 +404,15 @@ static dt_status open_part_file(loader *l, int32_t index) {
     if (l->params.no_mmap) {
         return DT_OK;
     }
-    open_here->bytes = (size_t)part->bytes;
-    void *mapping = mmap(NULL, open_here->bytes, PROT_READ, MAP_PRIVATE, open_here->file, 0);
-    if (mapping == MAP_FAILED) {
+    open_here->path = strdup(part->path);
+    open_here->map = dt_file_map_open(open_here->file, (size_t)part->bytes);
+    if (!open_here->map || !open_here->path) {
         return dt_fail(l->error, DT_ERR_IO, "cannot map the model file %s: %s", part->path, strerror(errno));
     }
-    open_here->mapping = mapping;
-    posix_madvise(mapping, open_here->bytes, POSIX_MADV_WILLNEED);
-    open_here->buffer = dt_ggml_wrap_memory(l->device, mapping, open_here->bytes);
+    open_here->mapping = dt_file_map_bytes(open_here->map);
+    void *mapping = (void *)(uintptr_t)open_here->mapping; /* neither call writes */
+    posix_madvise(mapping, (size_t)part->bytes, POSIX_MADV_WILLNEED);
+    open_here->buffer = dt_ggml_wrap_memory(l->device, mapping, (size_t)part->bytes);
     if (!open_here->buffer) {
         return dt_fail(l->error, DT_ERR_MEMORY, "out of memory for ggml's view of the mapped model %s", part->path);
     }
@@ -554,7 +557,7 @@ static void drop_pages(const open_part *part, const dt_gguf_tensor *t) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t begin = DT_ROUND_UP((size_t)t->offset, page), end = (size_t)(t->offset + t->bytes) / page * page;
     if (begin < end) {
-        madvise(part->mapping + begin, end - begin, MADV_DONTNEED);
+        madvise((void *)(uintptr_t)(part->mapping + begin), end - begin, MADV_DONTNEED);
     }
 }
 
@@ -741,7 +744,7 @@ static dt_status fill_homes(loader *l) {
         home *where = &w->homes[p->home];
         const open_part *part = &w->parts[p->source->part];
         ggml_backend_buffer_t buffer = p->home == HOME_MAPPED ? part->buffer : where->buffer;
-        char *address = p->home == HOME_MAPPED ? (char *)part->mapping + p->source->offset
+        char *address = p->home == HOME_MAPPED ? (char *)(uintptr_t)part->mapping + p->source->offset
                                                : (char *)ggml_backend_buffer_get_base(buffer) + used[p->home];
         if (ggml_backend_tensor_alloc(buffer, p->tensor, address) != GGML_STATUS_SUCCESS) {
             return dt_fail(l->error, DT_ERR_INTERNAL, "ggml does not take tensor '%s' of %s", p->source->name,
@@ -781,6 +784,9 @@ dt_status dt_weights_load(const dt_gguf *gguf, ggml_backend_dev_t cpu, const dt_
     if (!status) {
         status = fill_homes(&l);
     }
+    if (!status) {
+        status = dt_weights_check(l.weights, error);
+    }
     close_files(l.weights);
     for (int32_t i = 0; i < n_requests && !status; i++) {
         if (requests[i].packed && requests[i].packed->n_out > 0) {
@@ -812,9 +818,8 @@ void dt_weights_free(dt_weights *weights) {
         if (weights->parts[i].buffer) {
             ggml_backend_buffer_free(weights->parts[i].buffer);
         }
-        if (weights->parts[i].mapping) {
-            munmap(weights->parts[i].mapping, weights->parts[i].bytes);
-        }
+        dt_file_map_close(weights->parts[i].map);
+        free(weights->parts[i].path);
     }
     if (weights->context) {
         ggml_free(weights->context);
@@ -822,6 +827,19 @@ void dt_weights_free(dt_weights *weights) {
     free(weights->parts);
     free(weights->placements);
     free(weights);
+}
+
+dt_status dt_weights_check(const dt_weights *weights, dt_error *error) {
+    for (int32_t i = 0; i < weights->n_parts; i++) {
+        if (weights->parts[i].map && dt_file_map_broken(weights->parts[i].map)) {
+            return dt_fail(
+                error, DT_ERR_IO,
+                "the model file %s became shorter, or can't be read any more, while it was in use; put it back and start "
+                "again (a new file goes there under another name first, then is renamed)",
+                weights->parts[i].path);
+        }
+    }
+    return DT_OK;
 }
 
 uint64_t dt_weights_bytes(const dt_weights *weights) { return weights->bytes; }

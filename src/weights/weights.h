@@ -71,6 +71,8 @@ typedef struct dt_weights dt_weights; /* owns mappings, buffers and tensors */
 dt_status dt_weights_load(const dt_gguf *gguf, ggml_backend_dev_t cpu, const dt_model_params *params,
                           const dt_weight_request *requests, int32_t n_requests, dt_weights **out, dt_error *error);
 void dt_weights_free(dt_weights *weights);
+/* DT_ERR_IO where a mapped file was cut short under the weights: what was computed since is wrong. */
+dt_status dt_weights_check(const dt_weights *weights, dt_error *error);
 uint64_t dt_weights_bytes(const dt_weights *weights); /* size of the tensors in the file's layout */
 uint64_t dt_weights_n_params(const dt_weights *weights);
 const char *dt_weights_main_type(const dt_weights *weights); /* the type most matrix bytes have, "Q4_1" */
