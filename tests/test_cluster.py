@@ -119,7 +119,7 @@ def test_same_tokens(model, servers, tmp_path, config):
     there = stats(model, tmp_path, *flags, "--device", both_of(servers))
     assert there["device"] == f"{servers[0].address} (layers 0-1), {servers[1].address} (layers 2-3)"
     assert there["generated_token_ids"] == same_operators["generated_token_ids"]
-    assert there["generated_token_ids"][:100] == here["generated_token_ids"][:100]  # other kernels round otherwise, till a tie comes
+    assert there["generated_token_ids"][:100] == here["generated_token_ids"][:100]  # own kernels round otherwise: till a tie comes
     lengths = [[layer["length"] for layer in s["layers"]] for s in (here, same_operators, there)]
     assert lengths[0] == lengths[1] == lengths[2]
     assert there["eviction"]["evicted_tokens"] == here["eviction"]["evicted_tokens"]
