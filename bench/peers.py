@@ -33,7 +33,7 @@ def say(text: str) -> None:
 
 
 def run(command: list, what: str) -> str:
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         sys.exit(f"{what} failed: {' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
