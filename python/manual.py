@@ -52,6 +52,12 @@ is whole.""",
         text="""Many clients are computed in one batch. A conversation that comes back finds its cache again, in memory or, with
 --session-dir, on disk. SIGTERM or Ctrl-C lets running replies end within --grace seconds. The root path is a web page.""",
         examples=[("", "deeptutor-server -m model.gguf --cache-eviction --port 8080")], exits=USUAL_EXIT),
+    "deeptutor-rpc-server": dict(
+        title="lend this machine's devices to a program on another machine",
+        text="""Layers that --device rpc=HOST:PORT names run here, their cache beside their weights. There is neither a password
+nor encryption: for trusted networks only. It listens on this machine alone unless --host says otherwise.""",
+        examples=[("", "deeptutor-rpc-server --host 192.168.1.2 --port 50052"),
+                  ("", "deeptutor -m model.gguf -f long.txt --device rpc=192.168.1.2:50052")], exits=USUAL_EXIT),
     "deeptutor-batch": dict(
         title="answer many prompts from a file or a folder",
         text="""Several prompts are computed at once, and each result is a line of the output as soon as it is there. The same

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAMS = {"deeptutor": "DT_MAIN", "deeptutor-bench": "DT_BENCH", "deeptutor-eval": "DT_EVAL", "deeptutor-quantize": "DT_QUANTIZE",
-            "deeptutor-server": "DT_SERVER", "deeptutor-batch": "DT_BATCH"}
+            "deeptutor-server": "DT_SERVER", "deeptutor-batch": "DT_BATCH", "deeptutor-rpc-server": "DT_RPC_SERVER"}
 COMMANDS = ("kld", "needle", "calibrate", "long", "ab")
 here = [name for name, variable in PROGRAMS.items() if os.access(os.environ.get(variable, ""), os.X_OK)]
 
@@ -77,7 +77,7 @@ def test_bash_completes(made, name):
     flags = set().union(*(flags_in(text) for text in help_texts(name)))
     assert set(complete("x", "-")) == flags
     assert set(complete("x", "--ver")) == {"--version"}
-    if name != "deeptutor-quantize":
+    if name not in ("deeptutor-quantize", "deeptutor-rpc-server"):
         assert complete("x", "--kv-type", "") == ["f16", "int8"] and complete("x", "--kv-type", "i") == ["int8"]
         assert "amx_bf16" in complete("x", "--kernel", "") and "ggml_matmul" in complete("x", "--kernel", "g")
         assert complete("x", "-m", "") == []  # names of files, which bash adds

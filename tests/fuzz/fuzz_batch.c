@@ -38,7 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     dt_batch_output *output = NULL;
     dt_status status = dt_batch_input_open(jobs, NULL, true, &input, &error);
     if (status == DT_OK) {
-        status = dt_batch_output_open(results, jobs, &output, &error);
+        status = dt_batch_output_open(results, jobs, "settings", &output, &error);
     }
     int64_t n = 0;
     dt_batch_row row;
