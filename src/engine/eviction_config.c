@@ -27,11 +27,11 @@ int32_t dt_eviction_smallest_lane(const dt_eviction_request *request) {
     return least;
 }
 
-/* Where nobody names a recent window. Of a shared budget, the pins are a small part of what a layer has on average, but for
- * predict: while a small cache goes on, what is needed next stands nearest, which the repetition that predict learned from doesn't
- * show. */
+/* Where nobody names a recent window. Of a shared budget, the pins are a small part of what a layer has on average, but not where
+ * scores come from a repetition: that brings along what stood nearest, so it doesn't show that while a text goes on most heads need
+ * it, and a lane of a small budget would be left with little else than its pins (docs/quality.md, in serving). */
 static int32_t default_recent(const dt_eviction_request *request, int32_t least) {
-    const int32_t part = request->weights != NULL ? 2 : 8;
+    const int32_t part = request->policy->needs_peak ? 2 : 8;
     const int32_t most = request->shared_average > 0 ? DT_MIN(SHARED_RECENT, request->shared_average / part) : DEFAULT_RECENT;
     return DT_MIN(most, least / 4);
 }
