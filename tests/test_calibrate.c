@@ -151,6 +151,32 @@ static void test_sessions_foretell_peaks(void **state) {
     }
 }
 
+/* A fork that goes by weights, of a session that has repeated its text, has the peaks of a session that went by them all along. */
+static void test_a_fork_foretells_anew(void **state) {
+    const fixture *f = *state;
+    dt_error error;
+    dt_session *repeated = new_session(f, HELD, DT_EVICT_HELD, DT_PREFILL_FULL), *fork = NULL;
+    dt_session *fresh = new_session(f, f->config, DT_EVICT_HELD, DT_PREFILL_FULL);
+    sync_tokens(repeated, f->tokens, N_TOKENS);
+    sync_tokens(fresh, f->tokens, N_TOKENS);
+    dt_eviction *learned = eviction_from_json(f->model, f->config);
+    assert_int_equal(dt_session_fork(repeated, learned, DT_EVICT_HELD, &fork, &error), DT_OK);
+    dt_eviction_free(learned);
+    dt_kv_lane_view other, own, want;
+    dt_kv_lane(repeated->kv, 1, 0, &other);
+    dt_kv_lane(fork->kv, 1, 0, &own);
+    dt_kv_lane(fresh->kv, 1, 0, &want);
+    int32_t n_changed = 0;
+    for (int32_t i = 0; i < N_TOKENS; i++) {
+        assert_true(fabsf(own.peak_mass[i] - want.peak_mass[i]) <= 1e-3f * want.peak_mass[i]);
+        n_changed += own.peak_mass[i] != other.peak_mass[i];
+    }
+    assert_true(n_changed > N_TOKENS / 2);
+    dt_session_free(fork);
+    dt_session_free(fresh);
+    dt_session_free(repeated);
+}
+
 static void write_file(const char *path, const char *text) {
     FILE *file = fopen(path, "wb");
     assert_non_null(file);
@@ -255,6 +281,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(test_calibration_finds_hidden_weights, setup, teardown),
         cmocka_unit_test_setup_teardown(test_calibration_finds_hidden_weights, setup_halves, teardown),
         cmocka_unit_test_setup_teardown(test_sessions_foretell_peaks, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_fork_foretells_anew, setup, teardown),
         cmocka_unit_test_setup_teardown(test_presets_find_what_was_learned, setup, teardown),
         cmocka_unit_test_setup_teardown(test_bytes_foretell_alike, setup_halves, teardown),
         cmocka_unit_test_setup_teardown(test_wrong_sessions_and_weights, setup, teardown),

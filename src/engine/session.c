@@ -402,7 +402,7 @@ static void predict_peaks(dt_session *s) {
             const dt_budget own = dt_budget_of_lane(budget, lane);
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
-            for (int32_t j = view.n_entries - (s->n_tokens - s->peaks_until); j < view.n_entries; j++) {
+            for (int32_t j = DT_MAX(view.n_entries - (s->n_tokens - s->peaks_until), 0); j < view.n_entries; j++) {
                 dt_kv_get_entry(s->kv, i, lane, j, key, value);
                 dt_predict_features(&shape, key, value, features);
                 view.peak_mass[j] = dt_predict_peak(&shape, own.weights, features);
@@ -569,6 +569,19 @@ dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilit
 
 /* ---- forks ---- */
 
+/* False where the peaks that `from` has are not those that the session's weights foretell. */
+static bool foretells_alike(const dt_session *s, const dt_session *from) {
+    bool alike = true;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        const dt_budget *own = &dt_kv_layer(s->kv, i)->budget, *other = &dt_kv_layer(from->kv, i)->budget;
+        const size_t bytes = (size_t)s->model->info.n_kv_heads[i] * (size_t)own->n_weights * sizeof *own->weights;
+        const bool foretells = own->policy != NULL && own->policy->needs_weights;
+        alike = alike && (!foretells || (own->policy == other->policy && own->n_weights == other->n_weights &&
+                                         memcmp(own->weights, other->weights, bytes) == 0));
+    }
+    return alike;
+}
+
 static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_error *error) {
     const dt_status status = dt_session_reserve_tokens(s, from->n_tokens, error);
     if (status != DT_OK) {
@@ -585,7 +598,7 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
     }
     s->n_tokens = from->n_tokens;
     s->whole_from = from->whole_from;
-    s->peaks_until = from->peaks_until;
+    s->peaks_until = foretells_alike(s, from) ? from->peaks_until : 0;
     memcpy(s->query_weights, from->query_weights, sizeof s->query_weights);
     return DT_OK;
 }
