@@ -24,7 +24,7 @@
 #define N_OF(array) (sizeof(array) / sizeof(array)[0])
 
 static const dt_option text_rows[] = {
-    {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin"},
+    {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin (calibrate: this project's own pages)"},
     {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24,
      "tokens read before eviction counts (kld 4096, needle 3000, long the model's own)"},
     {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
@@ -37,6 +37,9 @@ static const dt_option common_rows[] = {
     {"--score", "fast|reconstruct", DT_OPTION_CHOICE, AT(score), 0, 0, "of policy importance_score (fast)"},
     {"--budget", "equal|adaptive", DT_OPTION_CHOICE, AT(budget), 0, 0,
      "with --policy: the same for every layer, or one sum shared out by the scores (equal)"},
+    {"--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0,
+     "kld, needle: compare the settings of this file instead, on one reading: a JSON list of {\"name\", \"evict\", and \"config\" "
+     "(an eviction config) or \"preset\"}"},
     {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
 };
 static const dt_option kld_rows[] = {
@@ -54,8 +57,9 @@ static const dt_option needle_rows[] = {
     {"--seed", "N", DT_OPTION_INT, AT(seed), 0, UINT32_MAX, "of cities, numbers and depths (1)"},
 };
 static const dt_option calibrate_rows[] = {
-    {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
-    {"-o, --output", "F", DT_OPTION_TEXT, AT(json), 0, 0, "the eviction config to write"},
+    {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, spread over it (4)"},
+    {"-o, --output", "F", DT_OPTION_TEXT, AT(json), 0, 0,
+     "the eviction config to write; beside the model, as model.tlc.json, presets find it by themselves (there)"},
 };
 static const dt_option ab_rows[] = {
     {"-i, --input", "F", DT_OPTION_TEXT, AT(input), 0, 0,
@@ -172,16 +176,15 @@ static bool on_prefill(int64_t done, int64_t total, void *user) {
 
 dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval_setting *setting, dt_session **out,
                                dt_error *error) {
-    const dt_evict evict = e->options->evict == 0 ? DT_EVICT_ALWAYS : DT_EVICT_ONCE;
     if (e->options->shared.prefill == 0) {
-        return dt_session_fork(base, setting->eviction, evict, out, error);
+        return dt_session_fork(base, setting->eviction, setting->evict, out, error);
     }
     size_t n;
     const int32_t *tokens = dt_session_tokens(base, &n);
     dt_session_params params;
     session_params(e, &params);
     params.eviction = setting->eviction;
-    params.evict = evict;
+    params.evict = setting->evict;
     dt_status status = dt_session_new(e->model, &params, out, error);
     if (status == DT_OK) {
         status = dt_session_sync(*out, tokens, n, on_prefill, NULL, NULL, error);
@@ -204,68 +207,14 @@ double eval_kept_share(const eval *e, const dt_session *session) {
     return n > 0 ? kept / lanes / (double)n : 0;
 }
 
-/* ---- settings ----------------------------------------------------------------------------------- */
-
-static dt_status setting_of_policy(eval *e, eval_setting *setting, int64_t max, dt_error *error) {
-    char text[256], layers[160];
-    const eval_options *o = e->options;
-    const char *score = o->score == 0 ? "" : ", \"score\": \"reconstruct\"";
-    int n = 0;
-    if (o->budget == 0) {
-        n = snprintf(text, sizeof text, "{\"0-\": {\"policy\": \"%.32s\", \"max_cache_size\": %lld%s}}", o->policy, (long long)max,
-                     score);
-    } else {
-        snprintf(layers, sizeof layers, "{\"0-\": {\"policy\": \"%.32s\"%s}}", o->policy, score);
-        n = snprintf(text, sizeof text, "{\"budget\": \"adaptive\", \"total_cache_size\": %lld, \"layers\": %s}",
-                     (long long)max * dt_model_get_info(e->model)->n_layers, layers);
-    }
-    dt_status status = dt_eviction_from_text(e->model, "--policy", text, (size_t)n, &setting->eviction, error);
-    if (status == DT_OK && o->shared.memory_slots >= 0) {
-        status = dt_eviction_set_memory_slots(setting->eviction, (int32_t)o->shared.memory_slots, error);
-    }
-    return status;
-}
-
-static dt_status add_setting(eval *e, double kept, dt_error *error) {
-    const eval_options *o = e->options;
-    eval_setting *setting = &e->settings[e->n_settings++];
-    setting->kept = kept;
-    const int64_t max = kept > 0 ? (int64_t)(kept * (double)o->n_context) : o->shared.max_cache_size;
-    if (o->policy != NULL) {
-        return setting_of_policy(e, setting, max, error);
-    }
-    dt_shared_options shared = o->shared;
-    shared.eviction = true;
-    shared.max_cache_size = max;
-    return dt_shared_options_eviction(&shared, e->model, &setting->eviction, error);
-}
-
-static dt_status make_settings(eval *e, dt_error *error) {
-    const char *text = e->options->kept;
-    if (text == NULL) {
-        return add_setting(e, 0, error);
-    }
-    dt_status status = DT_OK;
-    while (status == DT_OK && *text != 0) {
-        char word[32] = "";
-        const size_t n = strcspn(text, ",");
-        double kept = 0;
-        if (n < sizeof word) {
-            memcpy(word, text, n);
-        }
-        if (!dt_parse_number(word, &kept) || kept <= 0 || kept > 1 || e->n_settings == EVAL_MAX_SETTINGS) {
-            return eval_fail(error, DT_ERR_ARGUMENT, "--kept needs at most %d shares above 0 and up to 1, such as 0.5,0.25",
-                             EVAL_MAX_SETTINGS);
-        }
-        status = add_setting(e, kept, error);
-        text += n + (text[n] == ',');
-    }
-    return status;
-}
+/* ---- the text ------------------------------------------------------------------------------------ */
 
 static dt_status read_text(eval *e, dt_error *error) {
     char *bytes = NULL;
     size_t n = 0;
+    if (e->options->file == NULL) {
+        return dt_tokenize(e->model, eval_calibration_text, eval_calibration_bytes, false, false, &e->text, &e->n_text, error);
+    }
     dt_status status = dt_read_file(e->options->file, &bytes, &n, error);
     if (status == DT_OK) {
         status = dt_tokenize(e->model, bytes, n, false, false, &e->text, &e->n_text, error);
@@ -280,7 +229,7 @@ static const char *check(const eval_options *o, const command *c) {
     if (c->run == eval_ab && o->input == NULL) {
         return "there are no prompts to compare on; give them with -i FILE";
     }
-    if (c->run != eval_ab && o->file == NULL) {
+    if (c->run != eval_ab && c->run != eval_calibrate && o->file == NULL) {
         return "there is no text to measure on; give one with -f FILE";
     }
     if (o->policy != NULL && (o->shared.eviction_preset != NULL || o->shared.eviction_config != NULL)) {
@@ -289,6 +238,12 @@ static const char *check(const eval_options *o, const command *c) {
     if (o->policy != NULL && o->kept == NULL && o->shared.max_cache_size == 0) {
         return c->run == eval_ab ? "--policy needs a budget: --max-cache-size N"
                                  : "--policy needs a budget: --kept 0.25, or --max-cache-size N";
+    }
+    if (o->settings != NULL && c->run != eval_kld && c->run != eval_needle) {
+        return "--settings is for kld and needle";
+    }
+    if (o->settings != NULL && (o->policy != NULL || o->kept != NULL || o->shared.prefill != 0)) {
+        return "a file of --settings stands instead of --policy, --kept and --prefill streaming; leave them out";
     }
     if (o->depth_low > o->depth_high) {
         return "--depth-low is above --depth-high";
@@ -299,7 +254,9 @@ static const char *check(const eval_options *o, const command *c) {
 /* What was evicted how, in words, for reports. */
 static void describe(const eval *e, char *out, size_t capacity) {
     const eval_options *o = e->options;
-    if (o->policy == NULL) {
+    if (o->settings != NULL) {
+        snprintf(out, capacity, "settings %.200s", o->settings);
+    } else if (o->policy == NULL) {
         snprintf(out, capacity, "%.200s", dt_eviction_name(e->settings[0].eviction));
     } else {
         snprintf(out, capacity, "%.40s%s%s", o->policy, o->score == 0 ? "" : ", reconstruct",
@@ -334,7 +291,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         o->n_context = dt_model_get_info(e->model)->n_ctx_train;
     }
     if (status == DT_OK) {
-        status = make_settings(e, error);
+        status = eval_make_settings(e, error);
     }
     if (status == DT_OK && c->run != eval_ab) {
         status = read_text(e, error);
@@ -351,6 +308,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
     }
     for (size_t i = 0; i < e->n_settings; i++) {
         dt_eviction_free(e->settings[i].eviction);
+        free(e->settings[i].name);
     }
     dt_eviction_free(e->observer);
     json_decref(e->result);
@@ -382,6 +340,17 @@ static const command *find_command(const char *name) {
         }
     }
     return NULL;
+}
+
+/* model.gguf -> model.tlc.json, where presets look for it; NULL when out of memory. */
+static char *learned_path(const char *model) {
+    size_t n = strlen(model);
+    n -= n > 5 && strcmp(model + n - 5, ".gguf") == 0 ? 5 : 0;
+    char *out = malloc(n + sizeof ".tlc.json");
+    if (out != NULL) {
+        snprintf(out, n + sizeof ".tlc.json", "%.*s.tlc.json", (int)n, model);
+    }
+    return out;
 }
 
 static eval_options default_options(const command *c) {
@@ -431,13 +400,19 @@ static int measure(void *user) {
     const command *c = asked->command;
     dt_error error = {0};
     dt_stats_file *file = NULL;
-    const char *inputs[] = {o->shared.model, o->file, o->input, o->shared.eviction_config};
+    char *beside = c->run == eval_calibrate && o->json == NULL ? learned_path(o->shared.model) : NULL;
+    o->json = beside != NULL ? beside : o->json;
+    const char *inputs[] = {o->shared.model, o->file, o->input, o->shared.eviction_config, o->settings};
     eval e = {.options = o, .command = c->name};
     dt_status status = o->json != NULL ? dt_stats_file_open(o->json, inputs, N_OF(inputs), &file, &error) : DT_OK;
     if (status == DT_OK) {
         status = run(&e, o, c, file, &error);
     }
     dt_stats_file_free(file);
+    if (status == DT_OK && beside != NULL) {
+        dt_report(DT_LOG_INFO, "%s is written; --cache-eviction with a preset goes by it from now on", beside);
+    }
+    free(beside);
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }
@@ -465,6 +440,7 @@ int main(int argc, char **argv) {
     if (c->run == eval_calibrate) {
         o.policy = "importance_score";
         o.score = o.budget = 1;
+        o.kept = o.kept == NULL && o.shared.max_cache_size == 0 ? "0.25" : o.kept;
     }
     if (good && dt_wants_devices(&o.shared)) {
         return dt_print_devices();

@@ -12,11 +12,11 @@
 
 #include <jansson.h>
 
-#define EVAL_MAX_SETTINGS 16
+#define EVAL_MAX_SETTINGS 64
 
 typedef struct eval_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
-    const char *file, *json, *policy, *kept, *input, *chat_template;
+    const char *file, *json, *policy, *kept, *settings, *input, *chat_template;
     int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict, n_times;
     int64_t evict, question, form, score, budget; /* choices */
     double depth_low, depth_high;
@@ -29,6 +29,8 @@ typedef struct eval_options {
 typedef struct eval_setting {
     double kept; /* share of the context; 0 = as the flags or the file say */
     dt_eviction *eviction;
+    dt_evict evict;
+    char *name; /* in a file of settings; else NULL */
 } eval_setting;
 
 typedef struct eval {
@@ -45,6 +47,10 @@ typedef struct eval {
     bool rejected;         /* a threshold was missed */
 } eval;
 
+/* This project's pages, which calibrate learns from where no text is given (cmake/dt_text.cmake). */
+extern const char *const eval_calibration_text;
+extern const size_t eval_calibration_bytes;
+
 /* Each measures, prints its table and fills b->result. */
 dt_status eval_kld(eval *e, dt_error *error);
 dt_status eval_needle(eval *e, dt_error *error);
@@ -52,6 +58,10 @@ dt_status eval_calibrate(eval *e, dt_error *error);
 dt_status eval_long(eval *e, dt_error *error);
 dt_status eval_ab(eval *e, dt_error *error);
 
+/* The settings that flags, or the file of --settings, ask for; and, for that file, the observer. Needs the model. */
+dt_status eval_make_settings(eval *e, dt_error *error);
+/* Sets observer to one that collects what any policy's scores need. */
+dt_status eval_observe_all(eval *e, dt_error *error);
 /* Reads and checks the lines of ab's input; needs no model. */
 dt_status eval_ab_read(eval *e, dt_error *error);
 

@@ -228,14 +228,13 @@ static dt_status ask_all(needle_run *r, size_t index, const needle *asked, const
     r->n_asked++;
     dt_session *aware = NULL;
     if (status == DT_OK && e->options->question == 1) {
-        status = dt_session_fork(base, e->settings[0].eviction, DT_EVICT_HELD, &aware, error);
+        status = dt_session_fork(base, e->observer != NULL ? e->observer : e->settings[0].eviction, DT_EVICT_HELD, &aware, error);
         status = status == DT_OK ? dt_session_sync(aware, prompt.tokens, prompt.n, NULL, NULL, NULL, error) : status;
     }
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
         bool right = false;
-        const dt_evict evict = e->options->evict == 0 ? DT_EVICT_ALWAYS : DT_EVICT_ONCE;
         status = aware != NULL ? eval_evicted_session(e, aware, &e->settings[i], &fork, error)
-                               : dt_session_fork(evicted[i], e->settings[i].eviction, evict, &fork, error);
+                               : dt_session_fork(evicted[i], e->settings[i].eviction, e->settings[i].evict, &fork, error);
         if (status == DT_OK && aware != NULL) {
             r->kept[i] += eval_kept_share(e, fork);
         }
@@ -297,13 +296,17 @@ static void report(needle_run *r) {
     eval *e = r->e;
     const double n = (double)r->n_asked;
     json_t *rows = json_array();
-    printf("| kept | found | of | full cache | accuracy |\n| ---: | ---: | ---: | ---: | ---: |\n");
+    const bool named = e->settings[0].name != NULL;
+    printf("|%s kept | found | of | full cache | accuracy |\n|%s ---: | ---: | ---: | ---: | ---: |\n", named ? " setting |" : "",
+           named ? " --- |" : "");
     for (size_t i = 0; i < e->n_settings; i++) {
         const double share = (double)r->n_right[i] / n;
+        printf("%s%s%s", named ? "| " : "", named ? e->settings[i].name : "", named ? " " : "");
         printf("| %.4f | %zu | %zu | %zu | %.3f |\n", r->kept[i] / n, r->n_right[i], r->n_asked, r->n_right_full, share);
-        json_array_append_new(rows, json_pack("{sf sf sf sf sO}", "budget_share", e->settings[i].kept, "accuracy", share,
-                                              "accuracy_full", (double)r->n_right_full / n, "kept_share", r->kept[i] / n, "samples",
-                                              json_array_get(r->samples, i)));
+        const char *name = e->settings[i].name;
+        json_array_append_new(rows, json_pack("{ss* sf sf sf sf sO}", "name", name, "budget_share", e->settings[i].kept, "accuracy",
+                                              share, "accuracy_full", (double)r->n_right_full / n, "kept_share", r->kept[i] / n,
+                                              "samples", json_array_get(r->samples, i)));
     }
     eval_set_result(e, rows);
 }

@@ -201,7 +201,8 @@ dt_status dt_sampler_accept(dt_sampler *sampler, int32_t token, bool from_model,
 
 typedef struct dt_eviction dt_eviction; /* settings per layer, fitted to one model */
 
-/* preset: chat, docqa, code, summary. Free with dt_eviction_free. */
+/* preset: chat, docqa, code, summary. Where model.tlc.json lies beside model.gguf it goes by that, which calibration wrote. Free
+ * with dt_eviction_free. */
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset, dt_eviction **out, dt_error *error);
 /* JSON as docs/eviction-config.md describes; errors name file, line, key and what would be right. */
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error);
@@ -283,7 +284,8 @@ dt_status dt_session_new(const dt_model *model, const dt_session_params *params,
 void dt_session_free(dt_session *session);
 /* A second session with the same conversation, logits included; cached keys and values are shared until either side changes them.
  * It is in the same group, and goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at
- * once. Scores are those that `from` collected: a policy that needs them where `from` had none is DT_ERR_ARGUMENT. */
+ * once. Scores are those that `from` collected, but score predict foretells its own: a policy that needs them where `from` had none
+ * is DT_ERR_ARGUMENT. */
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error);
 /* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is still
  * whole, or rebuilds. progress and result may be NULL. On failure the session holds the tokens that were computed so far. */

@@ -1,6 +1,7 @@
 /*
  * Score predict: what calibration learns, against weights that were hidden in the peaks; and sessions that go by it.
  */
+#include "engine/eviction_config.h"
 #include "engine/session.h"
 #include "support/cmocka_all.h"
 #include "support/compare.h"
@@ -150,6 +151,84 @@ static void test_sessions_foretell_peaks(void **state) {
     }
 }
 
+/* A fork that goes by weights, of a session that has repeated its text, has the peaks of a session that went by them all along. */
+static void test_a_fork_foretells_anew(void **state) {
+    const fixture *f = *state;
+    dt_error error;
+    dt_session *repeated = new_session(f, HELD, DT_EVICT_HELD, DT_PREFILL_FULL), *fork = NULL;
+    dt_session *fresh = new_session(f, f->config, DT_EVICT_HELD, DT_PREFILL_FULL);
+    sync_tokens(repeated, f->tokens, N_TOKENS);
+    sync_tokens(fresh, f->tokens, N_TOKENS);
+    dt_eviction *learned = eviction_from_json(f->model, f->config);
+    assert_int_equal(dt_session_fork(repeated, learned, DT_EVICT_HELD, &fork, &error), DT_OK);
+    dt_eviction_free(learned);
+    dt_kv_lane_view other, own, want;
+    dt_kv_lane(repeated->kv, 1, 0, &other);
+    dt_kv_lane(fork->kv, 1, 0, &own);
+    dt_kv_lane(fresh->kv, 1, 0, &want);
+    int32_t n_changed = 0;
+    for (int32_t i = 0; i < N_TOKENS; i++) {
+        assert_true(fabsf(own.peak_mass[i] - want.peak_mass[i]) <= 1e-3f * want.peak_mass[i]);
+        n_changed += own.peak_mass[i] != other.peak_mass[i];
+    }
+    assert_true(n_changed > N_TOKENS / 2);
+    dt_session_free(fork);
+    dt_session_free(fresh);
+    dt_session_free(repeated);
+}
+
+static void write_file(const char *path, const char *text) {
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(text, 1, strlen(text), file), strlen(text));
+    fclose(file);
+}
+
+static dt_eviction *chat_preset(const fixture *f) {
+    dt_eviction *eviction = NULL;
+    dt_error error;
+    assert_int_equal(dt_eviction_from_preset(f->model, "chat", &eviction, &error), DT_OK);
+    return eviction;
+}
+
+/* A preset goes by the file beside the model, with the tokens it has in total; without one, or with a wrong one, as ever. */
+static void test_presets_find_what_was_learned(void **state) {
+    const fixture *f = *state;
+    char path[512];
+    const char *model_path = dt_gguf_path(f->model->gguf);
+    snprintf(path, sizeof path, "%.*s.tlc.json", (int)(strlen(model_path) - strlen(".gguf")), model_path);
+    dt_eviction *plain = chat_preset(f);
+    assert_int_equal(dt_eviction_total(plain), 0);
+    assert_ptr_equal(dt_eviction_budget(plain, 0)->policy, &dt_policy_local_window);
+    write_file(path, f->config);
+    dt_eviction *learned = chat_preset(f);
+    assert_int_equal(dt_eviction_total(learned), 2048 + 4096);
+    for (int32_t i = 0; i < 2; i++) {
+        assert_ptr_equal(dt_eviction_budget(learned, i)->policy, &dt_policy_predict);
+        assert_int_equal(dt_eviction_budget(learned, i)->recent_window, 64);
+    }
+    dt_error error;
+    assert_int_equal(dt_eviction_override(learned, 48, -1, &error), DT_OK);
+    assert_int_equal(dt_eviction_total(learned), 2 * 48);
+    const dt_session_params params = {.n_threads = 2, .eviction = learned};
+    dt_session *s = open_session(f->model, &params);
+    sync_tokens(s, f->tokens, N_TOKENS);
+    assert_true(dt_kv_mean_length(s->kv, 0) + dt_kv_mean_length(s->kv, 1) <= 2 * 48);
+    dt_session_free(s);
+    dt_eviction_free(learned);
+    write_file(path, "{\"0\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 64, \"weights\": "
+                     "[[1, 2, 3], [1, 2, 3]]}}"); /* of another model */
+    dt_eviction *wrong = chat_preset(f);
+    write_file(path, "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 64}}");
+    dt_eviction *other = chat_preset(f);
+    remove(path);
+    assert_int_equal(dt_eviction_total(wrong) + dt_eviction_total(other), 0);
+    assert_int_equal(dt_eviction_budget(other, 0)->max_cache_size, 2048);
+    dt_eviction_free(plain);
+    dt_eviction_free(wrong);
+    dt_eviction_free(other);
+}
+
 /* Keys and values as bytes tell nearly the same, and those that lie elsewhere than in blocks. */
 static void test_bytes_foretell_alike(void **state) {
     const fixture *f = *state;
@@ -202,6 +281,8 @@ int main(void) {
         cmocka_unit_test_setup_teardown(test_calibration_finds_hidden_weights, setup, teardown),
         cmocka_unit_test_setup_teardown(test_calibration_finds_hidden_weights, setup_halves, teardown),
         cmocka_unit_test_setup_teardown(test_sessions_foretell_peaks, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_fork_foretells_anew, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_presets_find_what_was_learned, setup, teardown),
         cmocka_unit_test_setup_teardown(test_bytes_foretell_alike, setup_halves, teardown),
         cmocka_unit_test_setup_teardown(test_wrong_sessions_and_weights, setup, teardown),
     };

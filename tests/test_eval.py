@@ -66,6 +66,33 @@ def test_shares(tiny, tmp_path, extra):
     assert again == rows  # nothing is left to chance
 
 
+def test_settings_share_one_reading(tiny, tmp_path):
+    """What a file of settings measures is what each of them measures by itself."""
+    alone = {name: measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "256", "--continuation", "16", "--chunks", "1",
+                           "--kept", "0.25", *flags) for name, flags in {
+        "window": ["--policy", "local_window"], "fast": ["--policy", "importance_score", "--evict", "once"],
+        "shared": ["--policy", "importance_score", "--score", "reconstruct", "--budget", "adaptive", "--evict", "once"]}.items()}
+    rows = [{"name": "window", "evict": "always", "config": {"0-": {"policy": "local_window", "max_cache_size": 64}}},
+            {"name": "fast", "evict": "once", "config": {"0-": {"policy": "importance_score", "max_cache_size": 64}}},
+            {"name": "shared", "evict": "once", "config": {"budget": "adaptive", "total_cache_size": 128, "layers": {
+                "0-": {"policy": "importance_score", "score": "reconstruct"}}}},
+            {"name": "preset", "evict": "always", "preset": "chat", "max_cache_size": 64}]
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps(rows))
+    common = ["-m", tiny, "-f", TEXT, "--context", "256", "--settings", str(settings)]
+    found = measure(tmp_path, "kld", *common, "--continuation", "16", "--chunks", "1")["settings"]
+    assert [row["name"] for row in found] == ["window", "fast", "shared", "preset"]
+    for row in found[:3]:
+        assert abs(row["kld"] - alone[row["name"]]["kld"]) <= 1e-6 and row["kept_share"] == alone[row["name"]]["kept_share"], row
+    for question in ("after", "aware"):
+        asked = measure(tmp_path, "needle", *common, "--samples", "1", "--needles", "2", "--question", question)["settings"]
+        assert [row["name"] for row in asked] == [row["name"] for row in found] and len(asked[3]["samples"]) == 2
+    for broken, what in (([{**rows[0], "evict": "never"}], "evict"), ([], "list"), ([{**rows[0], "preset": "chat"}], "preset")):
+        settings.write_text(json.dumps(broken))
+        result = run("kld", *common)
+        assert result.returncode == 2 and what in result.stderr, result
+
+
 @pytest.mark.parametrize("question", ["after", "aware"])
 def test_needles(tiny, tmp_path, question):
     numbers = measure(tmp_path, "needle", "-m", tiny, "-f", TEXT, "--context", "300", "--samples", "2", "--needles", "2",
@@ -93,6 +120,17 @@ def test_what_was_learned_is_a_config(tiny, tmp_path):
         numbers = json.loads(stats.read_text())
         lengths = [layer["mean_length"] for layer in numbers["layers"]]
         assert numbers["prompt_tokens"] > 250 and sum(lengths) <= 2 * (int(size[1]) if size else 204)
+
+
+def test_presets_go_by_what_was_learned(tiny, tmp_path):
+    """calibrate needs no more than the model; a preset then finds the file beside it."""
+    model = tmp_path / "model.gguf"
+    model.write_bytes(open(tiny, "rb").read())
+    result = run("calibrate", "-m", str(model), "--context", "512", "--chunks", "1")
+    assert result.returncode == 0 and (tmp_path / "model.tlc.json").is_file(), result.stderr
+    result = subprocess.run([MAIN, "-m", str(model), "-p", "word " * 300, "-n", "4", "-t", "1", "--cache-eviction",
+                             "--max-cache-size", "64"], stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert result.returncode == 0 and b"score predict" in result.stderr and b"model.tlc.json" in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("args, what", [

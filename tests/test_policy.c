@@ -450,6 +450,7 @@ static void test_predict_decays_with_distance(void **state) {
     const float decays[][2] = {{0, 0}, {0, -1}, {0, 0.5f}};
     for (int32_t i = 0; i < l.view.n; i++) {
         l.peak[i] = 0.25f;
+        l.recent[i] = 0;
     }
     for (size_t k = 0; k < 3; k++) {
         l.view.weights = decays[k];
@@ -459,6 +460,31 @@ static void test_predict_decays_with_distance(void **state) {
             const double want = 0.25 * pow((distance + 64) / 576, (double)decays[k][1]);
             assert_true(dt_is_finite(scores[i]) && fabs((double)scores[i] / want - 1) <= 1e-4);
         }
+    }
+}
+
+/* What the last queries attend to is added to the peak, in both scores that have one; what is no amount counts as nothing. */
+static void test_peaks_and_what_is_in_use(void **state) {
+    (void)state;
+    static const dt_policy *const policies[] = {&dt_policy_reconstruct, &dt_policy_predict};
+    static const float none[] = {0, 0};
+    for (size_t k = 0; k < 2; k++) {
+        static lane l;
+        float scores[MAX_N];
+        flat_lane(&l);
+        l.view.weights = none;
+        for (int32_t i = 0; i < l.view.n; i++) {
+            l.peak[i] = 0.01f * (float)(i % 7);
+            l.recent[i] = 0.001f * (float)(i % 5);
+        }
+        l.recent[3] = NAN;
+        l.recent[4] = -1;
+        policies[k]->score(&l.view, scores);
+        for (int32_t i = 0; i < l.view.n; i++) {
+            const float want = 0.01f * (float)(i % 7) + (i == 3 || i == 4 ? 0 : DT_IN_USE * 0.001f * (float)(i % 5));
+            assert_true(fabsf(scores[i] - want) <= 1e-5f);
+        }
+        assert_true(policies[k]->needs_mass && policies[k]->needs_peak);
     }
 }
 
@@ -588,6 +614,7 @@ int main(void) {
         cmocka_unit_test(test_reconstruct_keeps_the_peaks),
         cmocka_unit_test(test_predict_is_blind_to_the_rotation),
         cmocka_unit_test(test_predict_decays_with_distance),
+        cmocka_unit_test(test_peaks_and_what_is_in_use),
         cmocka_unit_test(test_importance_score_counts_odd_numbers_as_nothing),
         cmocka_unit_test(test_importance_score_without_mass_is_a_window),
         cmocka_unit_test(test_fold_does_not_depend_on_batches),

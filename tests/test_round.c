@@ -346,6 +346,17 @@ static void test_lanes_have_their_own_sizes(void **state) {
     assert_int_equal(atomic_load(&memory.bytes), 0);
 }
 
+/* No attention was observed: scores are then the peaks alone. */
+static void forget_attention(dt_kv *kv, int32_t n_layers, int32_t n_lanes) {
+    for (int32_t layer = 0; layer < n_layers; layer++) {
+        for (int32_t lane = 0; lane < n_lanes && dt_kv_layer_needs_mass(kv, layer); lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(kv, layer, lane, &view);
+            memset(view.recent_mass, 0, (size_t)view.n_entries * sizeof *view.recent_mass);
+        }
+    }
+}
+
 /* Peaks of lane l are l-th in size; entries of one lane differ. */
 static void set_peaks(dt_kv *kv, int32_t n_layers, int32_t n_lanes) {
     for (int32_t layer = 0; layer < n_layers; layer++) {
@@ -371,6 +382,7 @@ static void test_a_shared_budget_follows_the_scores(void **state) {
     require(dt_kv_set_budgets(kv, budgets, 160, &error), &error);
     add(kv, 3, 3, &next, 200);
     set_peaks(kv, 3, 3);
+    forget_attention(kv, 3, 3);
     assert_true(dt_kv_exceeds(kv, 0, 0));
     require(dt_kv_round(kv, next, true, &result, &error), &error);
     require(dt_kv_check(kv, &error), &error);
@@ -404,6 +416,7 @@ static void test_a_shared_budget_of_equal_scores(void **state) {
     dt_round_result result;
     require(dt_kv_set_budgets(kv, budgets, 160, &error), &error);
     add(kv, 2, 3, &next, 200);
+    forget_attention(kv, 2, 3);
     require(dt_kv_round(kv, next, true, &result, &error), &error);
     require(dt_kv_check(kv, &error), &error);
     for (int32_t layer = 0; layer < 2; layer++) {

@@ -27,11 +27,11 @@ int32_t dt_eviction_smallest_lane(const dt_eviction_request *request) {
     return least;
 }
 
-/* Where nobody names a recent window. Of a shared budget, the pins are a small part of what a layer has on average, but for
- * predict: while a small cache goes on, what is needed next stands nearest, which the repetition that predict learned from doesn't
- * show. */
+/* Where nobody names a recent window. Of a shared budget, the pins are a small part of what a layer has on average, but not where
+ * scores come from a repetition: that brings along what stood nearest, so it doesn't show that while a text goes on most heads need
+ * it, and a lane of a small budget would be left with little else than its pins (docs/quality.md, in serving). */
 static int32_t default_recent(const dt_eviction_request *request, int32_t least) {
-    const int32_t part = request->weights != NULL ? 2 : 8;
+    const int32_t part = request->policy->needs_peak ? 2 : 8;
     const int32_t most = request->shared_average > 0 ? DT_MIN(SHARED_RECENT, request->shared_average / part) : DEFAULT_RECENT;
     return DT_MIN(most, least / 4);
 }
@@ -356,7 +356,7 @@ dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_erro
 static bool same_budget(const dt_budget *a, const dt_budget *b) {
     return a->policy == b->policy && a->max_cache_size == b->max_cache_size && a->min_cache_size == b->min_cache_size &&
            a->sink_tokens == b->sink_tokens && a->recent_window == b->recent_window && a->lane_max == b->lane_max &&
-           a->weights == b->weights && a->memory_slots == b->memory_slots;
+           (a->weights == NULL) == (b->weights == NULL) && a->memory_slots == b->memory_slots;
 }
 
 /* First layer after the run of equal layers that begins at `first`. */
@@ -474,7 +474,11 @@ static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction
 
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name, dt_eviction **out, dt_error *error) {
     const dt_model_info *info = dt_model_get_info(model);
-    return finish(dt_eviction_config_preset(info->n_layers, preset_name, out, error), info, out, error);
+    const dt_status status = dt_eviction_config_preset(info->n_layers, preset_name, out, error);
+    if (status == DT_OK) {
+        dt_eviction_learn(*out, model);
+    }
+    return finish(status, info, out, error);
 }
 
 dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,

@@ -54,6 +54,8 @@ dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char
 /* Tells the model's sliding windows [n_layers]. A preset then keeps a window whole that is longer than its max_cache_size; sizes
  * that a user named hold all the same, and dt_eviction_describe says what that means. */
 void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows);
+/* Changes a preset to go by what was learned about the model, where a file of that lies beside it (model.gguf, model.tlc.json). */
+void dt_eviction_learn(dt_eviction *preset, const dt_model *model);
 const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer);
 int32_t dt_eviction_total(const dt_eviction *eviction);
 

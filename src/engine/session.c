@@ -398,7 +398,7 @@ static bool predict_lane(dt_session *s, const dt_predict_shape *shape, int32_t l
     float features[2 * DT_MAX_HEAD_DIM], *keys = work, *values = work + PREDICTED_AT_ONCE * shape->dim_k;
     dt_kv_lane_view view;
     dt_kv_lane(s->kv, layer, lane, &view);
-    for (int32_t first = view.n_entries - (s->n_tokens - s->peaks_until); first < view.n_entries; first += PREDICTED_AT_ONCE) {
+    for (int32_t first = DT_MAX(view.n_entries - (s->n_tokens - s->peaks_until), 0); first < view.n_entries; first += PREDICTED_AT_ONCE) {
         const int32_t n = DT_MIN(PREDICTED_AT_ONCE, view.n_entries - first);
         if (!dt_kv_get_entries(s->kv, layer, lane, first, n, keys, values)) {
             return false;
@@ -591,6 +591,19 @@ dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilit
 
 /* ---- forks ---- */
 
+/* False where the peaks that `from` has are not those that the session's weights foretell. */
+static bool foretells_alike(const dt_session *s, const dt_session *from) {
+    bool alike = true;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        const dt_budget *own = &dt_kv_layer(s->kv, i)->budget, *other = &dt_kv_layer(from->kv, i)->budget;
+        const size_t bytes = (size_t)s->model->info.n_kv_heads[i] * (size_t)own->n_weights * sizeof *own->weights;
+        const bool foretells = own->policy != NULL && own->policy->needs_weights;
+        alike = alike && (!foretells || (own->policy == other->policy && own->n_weights == other->n_weights &&
+                                         memcmp(own->weights, other->weights, bytes) == 0));
+    }
+    return alike;
+}
+
 static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_error *error) {
     const dt_status status = dt_session_reserve_tokens(s, from->n_tokens, error);
     if (status != DT_OK) {
@@ -607,7 +620,7 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
     }
     s->n_tokens = from->n_tokens;
     s->whole_from = from->whole_from;
-    s->peaks_until = from->peaks_until;
+    s->peaks_until = foretells_alike(s, from) ? from->peaks_until : 0;
     memcpy(s->query_weights, from->query_weights, sizeof s->query_weights);
     return DT_OK;
 }

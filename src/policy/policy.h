@@ -62,6 +62,16 @@ typedef struct dt_lane_view {
 /* Queries after which an observation counts half in total_mass. */
 #define DT_TOTAL_HALF_LIFE 384
 
+/* What scores that come from a repetition, or foretell it, add for an entry: the repetition brings along what it has just said, so
+ * it doesn't show what heads look at while a text goes on; the attention of the last queries does. Both are probabilities, but one
+ * is the most that a question may ever ask for, the other what every token does ask for, which counts DT_IN_USE times as much
+ * (docs/quality.md, in serving). */
+#define DT_IN_USE 60.0f
+static inline float dt_in_use(const dt_lane_view *view, int32_t entry) {
+    const float mass = view->recent_mass[entry];
+    return dt_is_finite(mass) && mass > 0 ? DT_IN_USE * DT_MIN(mass, 1e18f) : 0;
+}
+
 bool dt_pinned(const dt_lane_view *view, int32_t entry);
 
 struct dt_policy {

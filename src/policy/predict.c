@@ -1,5 +1,6 @@
 /*
- * Policy importance_score with "score": "predict": what reconstruct would find, foretold from the entry itself, at no cost.
+ * Policy importance_score with "score": "predict": what reconstruct would find, foretold from the entry itself, at no cost; and, as
+ * there, what the last queries attend to (dt_in_use).
  *
  * How much a token is worth to those who will look back at it is largely written in its key and value, and how it is written
  * belongs to the model, not to the text: a linear function per KV head, fitted once (./deeptutor-eval calibrate,
@@ -7,7 +8,7 @@
  * but keys and values tell nearly as much). Of a key it sees the length of each pair of dimensions that rotates together, which
  * does not depend on the position. How far a head looks back is the last part: a power of the distance.
  *
- *   log of the score = bias + pairs . |pairs of the key| + values . value + decay * log((distance + NEAR) / (REFERENCE + NEAR))
+ *   log of the peak = bias + pairs . |pairs of the key| + values . value + decay * log((distance + NEAR) / (REFERENCE + NEAR))
  *
  * All but the last term is known when the token is read, and stored as its peak, as if it were REFERENCE tokens away.
  * Pure functions. Invariant: finite and positive for all finite input.
@@ -50,9 +51,13 @@ static void score(const dt_lane_view *view, float *out) {
         const float peak = view->peak_mass[i];
         const float log_change = decay * dt_predict_decay_feature((int64_t)view->next_position - view->position[i]);
         const bool is_good = dt_is_finite(peak) && peak > 0;
-        out[i] = is_good ? DT_MIN(peak, 1e18f) * expf(DT_MIN(DT_MAX(log_change, -LOG_LIMIT), LOG_LIMIT)) : 0;
+        out[i] = (is_good ? DT_MIN(peak, 1e18f) * expf(DT_MIN(DT_MAX(log_change, -LOG_LIMIT), LOG_LIMIT)) : 0) + dt_in_use(view, i);
     }
 }
 
-const dt_policy dt_policy_predict = {
-    .name = "importance_score", .score_name = "predict", .needs_peak = true, .needs_weights = true, .score = score};
+const dt_policy dt_policy_predict = {.name = "importance_score",
+                                     .score_name = "predict",
+                                     .needs_mass = true,
+                                     .needs_peak = true,
+                                     .needs_weights = true,
+                                     .score = score};

@@ -1,0 +1,92 @@
+/*
+ * Presets that go by what calibration learned about the model (calibrate.c): the file lies beside the model, so that whoever has
+ * calibrated once profits without a flag.
+ *
+ * Invariant: a preset is whole with or without it, and in total keeps as many tokens.
+ */
+#include "engine/engine.h"
+#include "engine/eviction_json.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* What was learned about the model lies beside it: model.gguf, model.tlc.json. NULL: there is no such file. */
+static char *learned_path(const dt_model *model) {
+    static const char ending[] = ".gguf", learned[] = ".tlc.json";
+    const char *path = dt_gguf_path(model->gguf);
+    size_t n = strlen(path);
+    n -= n > sizeof ending - 1 && strcmp(path + n - (sizeof ending - 1), ending) == 0 ? sizeof ending - 1 : 0;
+    char *out = malloc(n + sizeof learned);
+    if (out == NULL) {
+        return NULL;
+    }
+    memcpy(out, path, n);
+    memcpy(out + n, learned, sizeof learned);
+    FILE *file = fopen(out, "rb");
+    if (file == NULL) {
+        free(out);
+        return NULL;
+    }
+    fclose(file);
+    return out;
+}
+
+static bool has_all_weights(const dt_eviction *learned, const int32_t *windows) {
+    bool all = true;
+    for (int32_t i = 0; i < learned->n_layers; i++) {
+        all = all && (learned->requests[i].weights != NULL || windows[i] > 0);
+    }
+    return all;
+}
+
+/* The preset's layers go by score predict and share out the sum of their sizes; layers with a window keep that. */
+static void learn(dt_eviction *preset, const dt_eviction *learned) {
+    int64_t total = 0;
+    int32_t n = 0;
+    for (int32_t i = 0; i < preset->n_layers; i++) {
+        if (learned->requests[i].weights == NULL) {
+            preset->requests[i] = (dt_eviction_request){0};
+        } else if (preset->requests[i].policy != NULL) {
+            total += preset->requests[i].max_cache_size;
+            n++;
+        }
+    }
+    for (int32_t i = 0; i < preset->n_layers; i++) {
+        if (preset->requests[i].policy != NULL) {
+            preset->requests[i] = learned->requests[i];
+            preset->requests[i].shared_average = (int32_t)(total / n);
+        }
+        preset->budgets[i] = dt_eviction_complete(&preset->requests[i]);
+    }
+    preset->total_cache_size = (int32_t)total;
+    preset->weights = dt_score_weights_share(learned->weights);
+}
+
+/* A file that is not of this model, or can't be read, is no reason to fail: a preset works without. */
+void dt_eviction_learn(dt_eviction *preset, const dt_model *model) {
+    const dt_model_info *info = dt_model_get_info(model);
+    char *path = learned_path(model);
+    bool on_device = false;
+    for (int32_t i = 0; i < info->n_layers; i++) {
+        on_device = on_device || model->decoder->layer_device[i] > 0;
+    }
+    if (path == NULL) {
+        return;
+    }
+    dt_eviction *learned = NULL;
+    dt_error why = {0};
+    if (on_device) {
+        dt_log(DT_LOG_INFO, "TLC: layers on a device can't go by what %s has learned; the preset goes by its own scores", path);
+    } else if (dt_eviction_from_file(model, path, &learned, &why) != DT_OK) {
+        dt_log(DT_LOG_WARN, "TLC: %s; the preset goes by its own scores", why.message);
+    } else if (!has_all_weights(learned, info->windows)) {
+        dt_log(DT_LOG_WARN, "TLC: %s lacks weights; the preset goes by its own scores. ./deeptutor-eval calibrate writes it anew",
+               path);
+    } else {
+        dt_log(DT_LOG_INFO, "TLC: the preset goes by what was learned about this model, %s", path);
+        learn(preset, learned);
+    }
+    dt_eviction_free(learned);
+    free(path);
+}
