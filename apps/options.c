@@ -33,7 +33,8 @@ static const dt_option model_rows[] = {
     {"--no-mmap", NULL, DT_OPTION_OFF, AT(mmap), 0, 0,
      "read the whole model file into memory, where others may cut it short or its disk may fail (mapped)"},
     {"--device", "NAME", DT_OPTION_TEXT, AT(device), 0, 0,
-     "where layers run: cpu, cuda, metal, vulkan, a device by name, rpc=HOST:PORT for another machine, several separated by commas; "
+     "where layers run: cpu, cuda, metal, vulkan, a device by name, rpc=HOST:PORT for another machine, several separated by "
+     "commas; "
      "list = show them (cpu)"},
     {"-ngl, --gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
      "the first N layers run on the device, their cache with them; more than there are: the output too (all)"},

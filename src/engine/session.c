@@ -398,7 +398,8 @@ static bool predict_lane(dt_session *s, const dt_predict_shape *shape, int32_t l
     float features[2 * DT_MAX_HEAD_DIM], *keys = work, *values = work + PREDICTED_AT_ONCE * shape->dim_k;
     dt_kv_lane_view view;
     dt_kv_lane(s->kv, layer, lane, &view);
-    for (int32_t first = DT_MAX(view.n_entries - (s->n_tokens - s->peaks_until), 0); first < view.n_entries; first += PREDICTED_AT_ONCE) {
+    for (int32_t first = DT_MAX(view.n_entries - (s->n_tokens - s->peaks_until), 0); first < view.n_entries;
+         first += PREDICTED_AT_ONCE) {
         const int32_t n = DT_MIN(PREDICTED_AT_ONCE, view.n_entries - first);
         if (!dt_kv_get_entries(s->kv, layer, lane, first, n, keys, values)) {
             return false;
