@@ -552,6 +552,9 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
         c->in_use = c->not_savable = c->awaited = false;
         c->last_used = ++all->clock;
         limit_idle(all);
+        dt_group_stats group;
+        dt_group_get_stats(all->params.group, &group);
+        all->kv_bytes = group.kv_bytes;
         pthread_cond_signal(&all->saver_news);
     }
     pthread_mutex_unlock(&all->lock);

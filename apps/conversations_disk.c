@@ -328,10 +328,8 @@ bool dt_conversations_save(dt_conversations *all, dt_conversation *c) {
 
 /* Whether a quarter of the memory, and of the places for idle ones, can be had without writing a file. */
 static bool has_room_at_once(const dt_conversations *all) {
-    dt_group_stats group;
-    dt_group_get_stats(all->params.group, &group);
     const uint64_t ceiling = all->params.memory_bytes;
-    uint64_t bytes = ceiling > group.kv_bytes ? ceiling - group.kv_bytes : 0;
+    uint64_t bytes = ceiling > all->kv_bytes ? ceiling - all->kv_bytes : 0;
     int64_t n_unsaved = 0;
     for (size_t i = 0; i < all->n; i++) {
         const dt_conversation *c = all->list[i];

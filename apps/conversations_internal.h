@@ -49,6 +49,7 @@ struct dt_conversations {
     pthread_t saver;
     pthread_cond_t saver_news, saved; /* something may be to save; something was */
     bool has_saver, saver_stops;
+    uint64_t kv_bytes; /* of all caches, when one was last kept: the group's own number belongs to the scheduler's thread */
 };
 
 /* All of this with the lock held. ---- conversations.c ---- */
