@@ -1,5 +1,5 @@
-"""Programs that people use with such a server: the openai package, lm-evaluation-harness where it is installed, curl. On the real
-small model where it is there, so that what they get can be judged."""
+"""Programs that people use with such a server, most of them as examples/ shows: the openai package, lm-evaluation-harness and wrk where
+they are installed, curl. On the real small model where it is there, so that what they get can be judged."""
 import json
 import math
 import os
@@ -14,6 +14,7 @@ from server_support import MODEL, SERVER, TEXT, serving
 
 pytestmark = pytest.mark.skipif(not os.access(SERVER, os.X_OK) or not os.path.exists(MODEL),
                                 reason="DT_SERVER names no program, or DT_TEST_MODEL no model")
+EXAMPLES = os.path.dirname(TEXT)
 NAME = os.path.basename(MODEL)[:-len(".gguf")]
 
 
@@ -46,37 +47,43 @@ def test_openai(server):
         client.chat.completions.create(model="gpt-99", messages=messages)
 
 
-TASK = """
-task: capitals
-dataset_path: json
-dataset_kwargs:
-  data_files: {data}
-test_split: train
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: choices
-doc_to_target: answer
-metric_list:
-  - metric: acc
-"""
+def run_example(name, *args, stdin=""):
+    """What examples/NAME prints."""
+    command = [sys.executable] if name.endswith(".py") else ["bash"]
+    result = subprocess.run([*command, os.path.join(EXAMPLES, name), *args], input=stdin, capture_output=True, text=True, timeout=300,
+                            env={**os.environ, "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]})
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_openai_examples(server):
+    pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{server.port}"
+    chat = run_example("chat_openai.py", url, stdin="Name the capital of France.\nAnd of Italy?\n")
+    told = [line for line in chat.splitlines() if line.startswith("[")]
+    assert "Paris" in chat and len(told) == 2 and int(told[1].split(" tokens read, ")[1].split()[0]) > 20, chat
+    lines = run_example("logprobs_openai.py", url).splitlines()
+    assert any("Paris" in line and int(line.split("%")[0]) > 50 for line in lines), lines
 
 
 def test_lm_eval(server, tmp_path):
     """Accuracy far above chance needs the logprobs of the prompt to be the right ones at the right places."""
     pytest.importorskip("lm_eval")
-    capitals = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Russia": "Moscow", "Japan": "Tokyo", "Egypt": "Cairo",
-                "England": "London", "Greece": "Athens"}
-    names = list(capitals.values())
-    data, folder = tmp_path / "data.jsonl", tmp_path / "tasks"
-    folder.mkdir()
-    data.write_text("".join(json.dumps({"question": f"The capital of {country} is the city of", "answer": 0, "choices": [
-        f" {city}", f" {names[(i + 3) % 8]}", f" {names[(i + 5) % 8]}"]}) + "\n" for i, (country, city) in enumerate(capitals.items())))
-    (folder / "capitals.yaml").write_text(TASK.format(data=data))
-    subprocess.run([sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "capitals", "--include_path", str(folder),
-                    "--model_args", f"model={NAME},base_url=http://127.0.0.1:{server.port}/v1/completions,num_concurrent=4",
-                    "--output_path", str(tmp_path / "out")], check=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    run_example("lm_eval.sh", f"http://127.0.0.1:{server.port}", str(tmp_path / "out"))
     results = json.load(open(next((tmp_path / "out").rglob("*.json"))))
     assert results["results"]["capitals"]["acc,none"] >= 0.75, results["results"]
+
+
+def test_wrk(server):
+    if not shutil.which("wrk"):
+        pytest.skip("no wrk")
+    before = server.metrics()['deeptutor_requests_total{outcome="done"}']
+    result = subprocess.run(["wrk", "-t", "1", "-c", "8", "-d", "2s", "--timeout", "60s", "-s", os.path.join(EXAMPLES, "load.lua"),
+                             f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "Requests/sec" in result.stdout and "Non-2xx" not in result.stdout, result.stdout + result.stderr
+    assert "Socket errors" not in result.stdout
+    m = server.wait_idle()  # those that wrk left in the middle end with their connections
+    assert m['deeptutor_requests_total{outcome="done"}'] > before and m['deeptutor_requests_total{outcome="failed"}'] == 0
 
 
 def test_echo_is_what_eval_measures(server):
@@ -100,18 +107,4 @@ def test_echo_is_what_eval_measures(server):
 def test_curl(server):
     if not shutil.which("curl"):
         pytest.skip("no curl")
-    script = os.path.join(os.path.dirname(TEXT), "chat.sh")
-    result = subprocess.run(["bash", script, f"http://127.0.0.1:{server.port}", "Name the capital of France."], capture_output=True,
-                            text=True, timeout=120)
-    assert result.returncode == 0 and "Paris" in result.stdout, result.stderr
-
-
-def test_examples_chat(server):
-    """examples/chat_openai.py: the second turn finds the first one's cache."""
-    pytest.importorskip("openai")
-    script = os.path.join(os.path.dirname(TEXT), "chat_openai.py")
-    result = subprocess.run([sys.executable, script, f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, timeout=300,
-                            input="What is the capital of France?\nAnd of Italy?\n")
-    turns = re.findall(r"^\[(\d+) tokens read, (\d+) of them cached\]$", result.stdout, re.M)
-    assert result.returncode == 0 and "Paris" in result.stdout and len(turns) == 2, result.stderr
-    assert int(turns[1][1]) >= int(turns[0][0]) - 1
+    assert "Paris" in run_example("chat.sh", f"http://127.0.0.1:{server.port}", "Name the capital of France.")
