@@ -45,7 +45,11 @@ def build_peer(target: str) -> Path:
     if not sources:
         sys.exit("the source of llama.cpp is not there; run: bash run.sh")
     folder = PEERS / sources[-1].name
-    options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
+    page = sources[-1] / "scripts/ui-assets.cmake"
+    if not page.exists():
+        page.parent.mkdir(exist_ok=True)
+        page.write_text((ROOT / "bench/peer_no_page.cmake").read_text(encoding="utf-8"), encoding="utf-8")
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=ON",
                "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'bench/peers.cmake'}"]
     say(f"building {target} (minutes, the first time)")
     run(["cmake", "-S", sources[-1], "-B", folder, *options], "configuring llama.cpp")
