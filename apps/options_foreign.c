@@ -10,7 +10,7 @@ static const dt_foreign_flag flags[] = {
     /* accepted */
     {"-fa, --flash-attn", DT_FOREIGN_SWITCH, true, "attention is always computed in one pass here"},
     {"-ub, --ubatch-size", DT_FOREIGN_VALUE, true, "--batch-size alone says how many tokens are read at a time"},
-    {"--mmap, --no-mmap, --mlock", DT_FOREIGN_NONE, true, "weights are always mapped, and stay in memory as the system sees fit"},
+    {"--mmap, --mlock", DT_FOREIGN_NONE, true, "weights are always mapped, and stay in memory as the system sees fit"},
     {"--warmup, --no-warmup", DT_FOREIGN_NONE, true, "there is no warm-up run to have or to leave out"},
     {"--jinja", DT_FOREIGN_NONE, true, "chat templates are always Jinja"},
     {"--no-context-shift", DT_FOREIGN_NONE, true, "a context is never shifted"},

@@ -22,7 +22,7 @@ typedef struct rpc_server_options {
 #define AT(member) offsetof(rpc_server_options, member)
 
 static const dt_option server_rows[] = {
-    {"-H, --host", "H", DT_OPTION_TEXT, AT(host), 0, 0,
+    {"--host", "H", DT_OPTION_TEXT, AT(host), 0, 0,
      "IPv4 address of this machine to listen at; 0.0.0.0 = all of them, on trusted networks only (127.0.0.1)"},
     {"-p, --port", "N", DT_OPTION_INT, AT(port), 1, 65535, "port (50052)"},
     {"-t, --threads", "N", DT_OPTION_INT, AT(shared.n_threads), -1, INT32_MAX,

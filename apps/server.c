@@ -103,20 +103,6 @@ static char *name_of(const char *path) {
     return name;
 }
 
-/* Whether the ceiling has room for a session of a few tokens: below that every request would be refused. */
-static dt_status check_ceiling(const dt_session *session, uint64_t kv_memory, dt_error *error) {
-    const uint64_t least = dt_session_kv_bound(session, 1);
-    if (least > kv_memory) {
-        snprintf(
-            error->message, sizeof error->message,
-            "--kv-memory: %.1f MiB have no room for any request; the shortest takes %.1f MiB of cache with this model, so give at "
-            "least that much for each of those that are to run at once",
-            (double)kv_memory / 1048576, (double)least / 1048576);
-        return error->code = DT_ERR_LIMIT;
-    }
-    return DT_OK;
-}
-
 /* Longest conversation under the server's settings, and that a session can be had at all. */
 static dt_status probe_context(const dt_model *model, const dt_session_params *session, const dt_eviction *eviction, int32_t *out,
                                dt_error *error) {
@@ -125,7 +111,6 @@ static dt_status probe_context(const dt_model *model, const dt_session_params *s
     params.eviction = eviction;
     params.kv_memory = 0;
     dt_status status = dt_session_new(model, &params, &probe, error);
-    status = status == DT_OK ? check_ceiling(probe, session->kv_memory, error) : status;
     if (status == DT_OK) {
         dt_session_stats stats;
         dt_session_get_stats(probe, &stats);

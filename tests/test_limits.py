@@ -81,7 +81,7 @@ def test_budgets_with_hardly_any_room(model, tmp_path, policy, smallest, low):
 
 def test_a_budget_of_pinned_tokens_only(model, tmp_path):
     result = run("-m", model, "-p", "x", *budget(tmp_path, max_cache_size=132))
-    assert_fails(result, 2, "132", "sink_tokens 4 + recent_window 128")
+    assert_fails(result, 2, "132", "sink_tokens 4 and recent_window 128")
 
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [(16, 0), (40, 0), (80, 48), (100, 0), (40, 100)])

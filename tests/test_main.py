@@ -207,7 +207,7 @@ def test_page_on_llama_cpp_flags():
 def test_llama_cpp_flags_that_change_nothing():
     """Told, unless the log is off, and the text is the same; a value belongs to its flag, the next flag doesn't."""
     plain = run_model("-p", "The capital of France is", "-n", "4", "--temp", "0")
-    for flags in (("-fa", "on"), ("-fa",), ("--flash_attn=off",), ("-ub", "64"), ("--no-mmap", "--mlock", "--no-warmup", "--jinja")):
+    for flags in (("-fa", "on"), ("-fa",), ("--flash_attn=off",), ("-ub", "64"), ("--mmap", "--mlock", "--no-warmup", "--jinja")):
         same = run_model(*flags, "-p", "The capital of France is", "-n", "4", "--temp", "0")
         assert same.returncode == 0 and same.stdout == plain.stdout, same.stderr
         assert same.stderr.count(b" is not needed: ") == len([flag for flag in flags if flag[0] == "-"])

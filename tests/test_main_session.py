@@ -17,13 +17,15 @@ TEXT = "The quick brown fox jumps over the lazy dog. The capital of France is Pa
 
 
 @needs_model
-@pytest.mark.parametrize("flags", [(), ("--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16", "--memory-slots", "0"),
-                                   ("--kv-type", "int8")])
+@pytest.mark.parametrize("flags", [(), ("--cache-eviction", "--eviction-config", "window.json"), ("--kv-type", "int8")])
 def test_same_text_as_without(tmp_path, flags):
     """Cold, again, longer, shorter, diverging at token 10, after an empty one: at temperature 0 never another text."""
     session = tmp_path / "s.bin"
-    # A kernel that reads a prompt as it decodes: in others the two round differently, and near-equal tokens may change places. No memory
-    # slots: they weigh by attention, which remembers tokens that were taken back.
+    # A kernel that reads a prompt as it decodes: in others the two round differently, and near-equal tokens may change places. Only
+    # windows: scores come from attention, and a file remembers that of the reply's tokens, which the next prompt takes back.
+    window = tmp_path / "window.json"
+    window.write_text('{"0-": {"policy": "local_window", "max_cache_size": 48, "min_cache_size": 16, "recent_window": 12}}')
+    flags = tuple(str(window) if flag == "window.json" else flag for flag in flags)
     flags = (*flags, "-n", "24", "--temp", "0", "--kernel", "reference")
     diverging = TEXT.replace("dog", "cat")
     for prompt in (TEXT, TEXT, TEXT + " Rome. In Spain it is", TEXT[:60], diverging, "", TEXT):

@@ -141,7 +141,8 @@ static double read_share(const char **text) {
         unit *= fraction && *c != '.' ? 0.1 : 1;
         value = *c == '.' ? value : fraction ? value + (*c - '0') * unit : value * 10 + (*c - '0');
     }
-    const bool is_number = c > *text && (c > *text + 1 || *c != '.') && value <= 1e9;
+    const bool is_point = c == *text + 1 && **text == '.';
+    const bool is_number = c > *text && !is_point && value <= 1e9;
     *text = c;
     return is_number ? value : -1;
 }
