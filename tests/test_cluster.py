@@ -234,7 +234,7 @@ def test_server_usage(tmp_path):
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         fails(1, b"can't be listened at: Address already in use", "-p", str(taken.getsockname()[1]))
-    fails(2, b"IPv4 address", "-H", "example.invalid")
+    fails(2, b"IPv4 address", "--host", "example.invalid")
     fails(1, b"is no folder", "-c", str(tmp_path / "no"))
     fails(2, b"no device 'toaster'", "-d", "toaster")
     fails(2, b"between 1 and 65535", "-p", "0")
