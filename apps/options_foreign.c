@@ -59,8 +59,8 @@ static const dt_foreign_flag flags[] = {
     {"--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale, --yarn-ext-factor, --yarn-orig-ctx, --override-kv",
      DT_FOREIGN_VALUE, false, "positions are scaled as the model's file says"},
     /* machine */
-    {"-sm, --split-mode, -ts, --tensor-split, -mg, --main-gpu", DT_FOREIGN_VALUE, false,
-     "--device NAME,NAME shares the layers evenly among devices"},
+    {"-sm, --split-mode, -mg, --main-gpu", DT_FOREIGN_VALUE, false,
+     "--device NAME,NAME shares the layers among devices, --tensor-split says how"},
     {"-dev", DT_FOREIGN_VALUE, false, "--device NAME says where layers run"},
     {"-C, --cpu-mask, -Cr, --cpu-range, --numa, --prio, --poll", DT_FOREIGN_VALUE, false,
      "taskset, numactl and nice place a process"},

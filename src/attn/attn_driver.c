@@ -30,8 +30,6 @@
 #define DT_VALUE_DIMS 64
 #define DT_INT16_ENTRIES (2 * DT_VALUE_ENTRIES) /* as pairs of 16 bits they take the same memory */
 
-#define DT_RANGES 16 /* tasks by span are as many ranges as there are threads, up to this */
-
 #define DT_BYTE_ENTRIES 256 /* entries of an INT8 cache whose sums fit 32 bits */
 
 typedef struct thread_scratch {
@@ -57,7 +55,7 @@ typedef struct attn_plan {
     int32_t n_rows, tile_rows, n_tiles, n_tasks;
     bool by_span, keep;
     size_t s_stride;
-    dt_share *shares;             /* [DT_RANGES] of the tasks; by tile only the first, which is all of them */
+    dt_share *shares;             /* [DT_SHARE_RANGES] of the tasks; by tile they are one range */
     atomic_int *spans_left;       /* [n_lanes], by span: not yet computed */
     int32_t *first_span;          /* [n_lanes + 1] the job's number of a lane's first span */
     int32_t *span_base;           /* [spans] entries of the lane before the span */
@@ -142,7 +140,7 @@ static size_t carve_plan(attn_plan *plan, const dt_kv_format *f, size_t n_lanes,
     const size_t span_rows = by_span ? n_spans * n_rows : 0, tokens = (size_t)f->block_tokens;
     attn_plan counted;
     attn_plan *p = plan != NULL ? plan : &counted;
-    p->shares = carve(&c, DT_RANGES, sizeof(dt_share));
+    p->shares = carve(&c, DT_SHARE_RANGES, sizeof(dt_share));
     p->spans_left = carve(&c, n_lanes, sizeof(atomic_int));
     p->first_span = carve(&c, n_lanes + 1, sizeof(int32_t));
     p->span_base = carve(&c, n_spans, sizeof(int32_t));
@@ -202,7 +200,7 @@ void dt_attn_driver_prepare(dt_attn_job *job) {
         carve_plan(plan, job->format, (size_t)job->n_lanes, (size_t)n_rows, (size_t)n_spans, plan->by_span, plan->keep);
     assert(bytes <= job->scratch_bytes);
     (void)bytes;
-    for (int32_t i = 0; i < DT_RANGES; i++) {
+    for (int32_t i = 0; i < DT_SHARE_RANGES; i++) {
         dt_share_reset(&plan->shares[i]);
     }
     int32_t span = 0;
@@ -737,26 +735,6 @@ static void merge_lane(const dt_attn_job *job, const thread_scratch *thread, row
     merge_end(job, thread, rows);
 }
 
-/* A thread's way through the tasks: its own range first, then what is left of the others'. */
-typedef struct task_queue {
-    attn_plan *plan;
-    int32_t ith, n_ranges, turn; /* ranges that it is through with */
-} task_queue;
-
-/* plan->n_tasks: none is left. */
-static int32_t take_task(task_queue *q) {
-    const int64_t n = q->plan->n_tasks;
-    for (; q->turn < q->n_ranges; q->turn++) {
-        const int32_t range = (q->ith + q->turn) % q->n_ranges;
-        const int32_t begin = (int32_t)(n * range / q->n_ranges), end = (int32_t)(n * (range + 1) / q->n_ranges);
-        const int32_t at = dt_share_take(&q->plan->shares[range], end - begin, q->turn == 0);
-        if (at < end - begin) {
-            return begin + at;
-        }
-    }
-    return q->plan->n_tasks;
-}
-
 /* n spans of the rows' lane are done. */
 static void finish_spans(const dt_attn_job *job, const thread_scratch *thread, row_range rows, int32_t n) {
     if (n > 0 && atomic_fetch_sub_explicit(&plan_of(job)->spans_left[rows.lane], n, memory_order_acq_rel) == n) {
@@ -767,13 +745,13 @@ static void finish_spans(const dt_attn_job *job, const thread_scratch *thread, r
 static void attend_by_span(const dt_attn_job *job, const thread_scratch *thread, int32_t ith, int32_t nth) {
     attn_plan *plan = plan_of(job);
     const size_t n = (size_t)plan->n_rows, dim = (size_t)job->format->dim_v_padded, tokens = (size_t)job->format->block_tokens;
-    task_queue queue = {.plan = plan, .ith = ith % DT_RANGES, .n_ranges = DT_MIN(nth, DT_RANGES)};
+    dt_share_walk walk = dt_share_begin(plan->shares, plan->n_tasks, ith, nth);
     row_range rows = {.lane = -1, .first = 0, .n = plan->n_rows};
     int32_t lane = 0, n_done = 0; /* n_done: of rows.lane, not yet told to the others */
-    int32_t task = take_task(&queue);
+    int32_t task = (int32_t)dt_share_next(&walk);
     while (task < plan->n_tasks) {
         /* The task after this one is claimed now, so that its memory can be asked for in time. */
-        const int32_t next = take_task(&queue);
+        const int32_t next = (int32_t)dt_share_next(&walk);
         lane = lane_of_span(plan, task, lane);
         const char *next_block = NULL;
         if (next < plan->n_tasks) {
@@ -917,8 +895,8 @@ static void attend_tile_split(const dt_attn_job *job, const thread_scratch *thre
 
 static void attend_by_tile(const dt_attn_job *job, const thread_scratch *thread) {
     attn_plan *plan = plan_of(job);
-    int32_t task;
-    while ((task = dt_share_take(&plan->shares[0], plan->n_tasks, true)) < plan->n_tasks) {
+    dt_share_walk walk = dt_share_begin(plan->shares, plan->n_tasks, 0, 1); /* one range: long tasks first, whoever takes them */
+    for (int32_t task; (task = (int32_t)dt_share_next(&walk)) < plan->n_tasks;) {
         /* Lane by lane, so that threads share what they read; long tiles first, so that short ones fill the end. */
         const int32_t first = (plan->n_tiles - 1 - task % plan->n_tiles) * plan->tile_rows;
         const row_range rows = {.lane = task / plan->n_tiles, .first = first, .n = DT_MIN(plan->tile_rows, plan->n_rows - first)};

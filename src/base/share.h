@@ -9,7 +9,6 @@
 #define DT_BASE_SHARE_H
 
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdint.h>
 
 /* How many items of a range were given out. */
@@ -21,12 +20,34 @@ typedef struct dt_share {
 /* Before a barrier that the takers are behind. */
 static inline void dt_share_reset(dt_share *share) { atomic_store_explicit(&share->taken, 0, memory_order_relaxed); }
 
-/* The next item of a range of n; n or more: none is left. own: the caller's range; of others' it first looks whether there is one. */
-static inline int32_t dt_share_take(dt_share *share, int32_t n, bool own) {
-    if (!own && atomic_load_explicit(&share->taken, memory_order_relaxed) >= n) {
-        return n;
+#define DT_SHARE_RANGES 16 /* there are as many ranges as threads, up to this */
+
+/* A thread's way through n items. */
+typedef struct dt_share_walk {
+    dt_share *shares; /* [DT_SHARE_RANGES] */
+    int64_t n;
+    int32_t ith, n_ranges, turn; /* turn: ranges that it is through with */
+} dt_share_walk;
+
+static inline dt_share_walk dt_share_begin(dt_share *shares, int64_t n, int32_t ith, int32_t nth) {
+    return (dt_share_walk){shares, n, ith % DT_SHARE_RANGES, nth < DT_SHARE_RANGES ? nth : DT_SHARE_RANGES, 0};
+}
+
+/* The next item; n: none is left. Before it takes from another's range it looks whether there is something. */
+static inline int64_t dt_share_next(dt_share_walk *w) {
+    for (; w->turn < w->n_ranges; w->turn++) {
+        const int32_t range = (w->ith + w->turn) % w->n_ranges;
+        const int64_t begin = w->n * range / w->n_ranges, end = w->n * (range + 1) / w->n_ranges;
+        atomic_int *taken = &w->shares[range].taken;
+        if (w->turn > 0 && begin + atomic_load_explicit(taken, memory_order_relaxed) >= end) {
+            continue;
+        }
+        const int64_t at = begin + atomic_fetch_add_explicit(taken, 1, memory_order_relaxed);
+        if (at < end) {
+            return at;
+        }
     }
-    return atomic_fetch_add_explicit(&share->taken, 1, memory_order_relaxed);
+    return w->n;
 }
 
 #endif

@@ -167,7 +167,7 @@ INLINE void groups_tokens(const dt_gemm_format f, const uint8_t *groups, int32_t
     }
 }
 
-DT_GEMM_DEFINE_KERNEL(n_tokens < DT_GEMM_TILE ? DT_GEMM_CHUNKS : 4)
+DT_GEMM_DEFINE_KERNEL(p->n_tokens < DT_GEMM_TILE ? DT_GEMM_CHUNKS : 4)
 
 const dt_gemm_kernel dt_gemm_amx = {"amx_int8", true, supported, pack_inputs, multiply};
 

@@ -80,11 +80,9 @@ static inline void dt_gemm_put_scale(void *block, int32_t tile, int32_t t, float
     dt_gemm_negated(block, tile)[tile + t] = -first - last;
 }
 
-/* The rows of a product are as many ranges as there are threads, up to this. */
-#define DT_GEMM_RANGES 16
-#define DT_GEMM_CHUNKS 32         /* of a range, with kernels for which a group is as good as many */
+#define DT_GEMM_CHUNKS 32         /* for a thread, with kernels for which a group is as good as many */
 #define DT_GEMM_CHUNK_BYTES 16384 /* a chunk is no smaller: giving out one takes as long as reading a few hundred bytes */
-#define DT_GEMM_COUNTER_BYTES (DT_GEMM_RANGES * sizeof(dt_share))
+#define DT_GEMM_COUNTER_BYTES (DT_SHARE_RANGES * sizeof(dt_share))
 
 /* Packs 32 inputs of token t of a tile. */
 typedef void (*dt_gemm_pack_block_fn)(const float *from, int32_t tile, int32_t t, void *to);
@@ -94,7 +92,7 @@ static inline void dt_gemm_pack_all(dt_gemm_pack_block_fn pack_block, const dt_g
                                     int32_t nth) {
     const int32_t n_blocks = in->n_in / DT_GEMM_BLOCK, n_tokens = in->n_tokens;
     char *tiles = (char *)packed + DT_GEMM_COUNTER_BYTES;
-    if (ith < DT_GEMM_RANGES) {
+    if (ith < DT_SHARE_RANGES) {
         dt_share_reset((dt_share *)packed + ith);
     }
     for (int32_t first = 0, tile; first < n_tokens; first += tile) {
@@ -139,25 +137,19 @@ static inline void dt_gemm_multiply_some(const dt_gemm_groups_fn *by_type, const
     }
 }
 
-/* multiply for a kernel's groups functions. A thread reads the weights of its range from end to end, and then helps with what is
- * left of the others': cores differ in speed, and in what else they have to do. n_chunks: about, of a range; a chunk is what is
- * given out at once. */
+/* multiply for a kernel's groups functions. n_chunks: about, for a thread; a chunk is what is given out at once. */
 static inline void dt_gemm_multiply_groups(const dt_gemm_groups_fn *by_type, int64_t n_chunks, const dt_gemm_product *p,
                                            void *packed, int32_t ith, int32_t nth) {
-    const int64_t n_ranges = DT_MIN(nth, DT_GEMM_RANGES);
     const int64_t group_bytes = (int64_t)dt_gemm_group_bytes(dt_gemm_formats[p->matrices[0]->type], p->matrices[0]->n_in);
     int64_t n_groups = 0;
     for (int32_t i = 0; i < p->n_matrices; i++) {
         n_groups += p->matrices[i]->n_out / DT_GEMM_ROWS;
     }
+    const int64_t n_ranges = DT_MIN(nth, DT_SHARE_RANGES);
     const int64_t chunk = DT_MAX(DT_MAX(1, n_groups / (n_ranges * n_chunks)), DT_GEMM_CHUNK_BYTES / group_bytes);
-    for (int64_t i = 0; i < n_ranges; i++) {
-        const int64_t range = (ith + i) % n_ranges, begin = n_groups * range / n_ranges, end = n_groups * (range + 1) / n_ranges;
-        const int32_t n_here = (int32_t)((end - begin + chunk - 1) / chunk);
-        int32_t at;
-        while ((at = dt_share_take((dt_share *)packed + range, n_here, i == 0)) < n_here) {
-            dt_gemm_multiply_some(by_type, p, packed, begin + at * chunk, DT_MIN(begin + (at + 1) * chunk, end));
-        }
+    dt_share_walk walk = dt_share_begin(packed, (n_groups + chunk - 1) / chunk, ith, nth);
+    for (int64_t at; (at = dt_share_next(&walk)) < walk.n;) {
+        dt_gemm_multiply_some(by_type, p, packed, at * chunk, DT_MIN((at + 1) * chunk, n_groups));
     }
 }
 
@@ -185,8 +177,6 @@ static inline void dt_gemm_multiply_groups(const dt_gemm_groups_fn *by_type, int
     }                                                                                                                              \
     static void multiply(const dt_gemm_product *p, void *packed, int32_t ith, int32_t nth) {                                       \
         static const dt_gemm_groups_fn by_type[] = {DT_GEMM_TYPES(DT_GEMM_GROUPS_ENTRY)};                                          \
-        const int32_t n_tokens = p->n_tokens;                                                                                      \
-        (void)n_tokens;                                                                                                            \
         dt_gemm_multiply_groups(by_type, n_chunks, p, packed, ith, nth);                                                           \
     }
 

@@ -250,10 +250,12 @@ static struct ggml_tensor *part(builder *b, struct ggml_tensor *x, int64_t first
     return ggml_view_2d(b->ctx, x, n, x->ne[1], x->nb[1], (size_t)first * sizeof(float));
 }
 
-/* Whether query, key and value come out of one product. */
-static bool is_projected_once(const dt_layer_weights *w) {
-    return w->wqkv.tensor || (is_packed(&w->wq) && is_packed(&w->wk) && is_packed(&w->wv));
+static bool has_packed_projection(const dt_layer_weights *w) {
+    return is_packed(&w->wqkv) || (is_packed(&w->wq) && is_packed(&w->wk) && is_packed(&w->wv));
 }
+
+/* Whether query, key and value come out of one product. */
+static bool is_projected_once(const dt_layer_weights *w) { return w->wqkv.tensor || has_packed_projection(w); }
 
 /* a [E, N] -> *q [H*D, N], *k [G*D, N], *v [G*Dv, N]; strided where they come out of one product. */
 static void project(builder *b, activations *a, int32_t layer, struct ggml_tensor **q, struct ggml_tensor **k,
@@ -517,8 +519,7 @@ static void build(builder *b) {
             ggml_build_forward_expand(b->segment->cgraph, plan->output_rows);
         }
         need_inputs(b, i);
-        activations a =
-            normed(b, &s, w->attn_norm, is_packed(&w->wqkv) || (is_packed(&w->wq) && is_packed(&w->wk) && is_packed(&w->wv)));
+        activations a = normed(b, &s, w->attn_norm, has_packed_projection(w));
         struct ggml_tensor *y = attention(b, &a, i);
         if (i == hp->n_layers - 1) { /* after the last attention only the wanted rows matter */
             y = output_rows(b, y);
