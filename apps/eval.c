@@ -342,17 +342,6 @@ static const command *find_command(const char *name) {
     return NULL;
 }
 
-/* model.gguf -> model.tlc.json, where presets look for it; NULL when out of memory. */
-static char *learned_path(const char *model) {
-    size_t n = strlen(model);
-    n -= n > 5 && strcmp(model + n - 5, ".gguf") == 0 ? 5 : 0;
-    char *out = malloc(n + sizeof ".tlc.json");
-    if (out != NULL) {
-        snprintf(out, n + sizeof ".tlc.json", "%.*s.tlc.json", (int)n, model);
-    }
-    return out;
-}
-
 static eval_options default_options(const command *c) {
     eval_options o = {.n_context = c->n_context,
                       .n_continuation = 256,
@@ -400,7 +389,7 @@ static int measure(void *user) {
     const command *c = asked->command;
     dt_error error = {0};
     dt_stats_file *file = NULL;
-    char *beside = c->run == eval_calibrate && o->json == NULL ? learned_path(o->shared.model) : NULL;
+    char *beside = c->run == eval_calibrate && o->json == NULL ? dt_eviction_learned_path(o->shared.model) : NULL;
     o->json = beside != NULL ? beside : o->json;
     const char *inputs[] = {o->shared.model, o->file, o->input, o->shared.eviction_config, o->settings};
     eval e = {.options = o, .command = c->name};
@@ -412,7 +401,7 @@ static int measure(void *user) {
     if (status == DT_OK && beside != NULL) {
         dt_report(DT_LOG_INFO, "%s is written; --cache-eviction with a preset goes by it from now on", beside);
     }
-    free(beside);
+    dt_free(beside);
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }

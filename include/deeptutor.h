@@ -204,6 +204,8 @@ typedef struct dt_eviction dt_eviction; /* settings per layer, fitted to one mod
 /* preset: chat, docqa, code, summary. Where model.tlc.json lies beside model.gguf it goes by that, which calibration wrote. Free
  * with dt_eviction_free. */
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset, dt_eviction **out, dt_error *error);
+/* Where that file lies for a model's path. dt_free; NULL when memory is short. */
+char *dt_eviction_learned_path(const char *model_path);
 /* JSON as docs/eviction-config.md describes; errors name file, line, key and what would be right. */
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error);
 /* The same from text[n_bytes]; `name` stands for the file in errors and in dt_eviction_name. */

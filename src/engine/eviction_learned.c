@@ -11,25 +11,24 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What was learned about the model lies beside it: model.gguf, model.tlc.json. NULL: there is no such file. */
-static char *learned_path(const dt_model *model) {
+char *dt_eviction_learned_path(const char *model_path) {
     static const char ending[] = ".gguf", learned[] = ".tlc.json";
-    const char *path = dt_gguf_path(model->gguf);
-    size_t n = strlen(path);
-    n -= n > sizeof ending - 1 && strcmp(path + n - (sizeof ending - 1), ending) == 0 ? sizeof ending - 1 : 0;
+    size_t n = strlen(model_path);
+    n -= n > sizeof ending - 1 && strcmp(model_path + n - (sizeof ending - 1), ending) == 0 ? sizeof ending - 1 : 0;
     char *out = malloc(n + sizeof learned);
-    if (out == NULL) {
-        return NULL;
+    if (out != NULL) {
+        memcpy(out, model_path, n);
+        memcpy(out + n, learned, sizeof learned);
     }
-    memcpy(out, path, n);
-    memcpy(out + n, learned, sizeof learned);
-    FILE *file = fopen(out, "rb");
-    if (file == NULL) {
-        free(out);
-        return NULL;
-    }
-    fclose(file);
     return out;
+}
+
+static bool is_there(const char *path) {
+    FILE *file = path != NULL ? fopen(path, "rb") : NULL;
+    if (file != NULL) {
+        fclose(file);
+    }
+    return file != NULL;
 }
 
 static bool has_all_weights(const dt_eviction *learned, const int32_t *windows) {
@@ -66,12 +65,13 @@ static void learn(dt_eviction *preset, const dt_eviction *learned) {
 /* A file that is not of this model, or can't be read, is no reason to fail: a preset works without. */
 void dt_eviction_learn(dt_eviction *preset, const dt_model *model) {
     const dt_model_info *info = dt_model_get_info(model);
-    char *path = learned_path(model);
+    char *path = dt_eviction_learned_path(dt_gguf_path(model->gguf));
     bool on_device = false;
     for (int32_t i = 0; i < info->n_layers; i++) {
         on_device = on_device || model->decoder->layer_device[i] > 0;
     }
-    if (path == NULL) {
+    if (!is_there(path)) {
+        free(path);
         return;
     }
     dt_eviction *learned = NULL;

@@ -52,7 +52,7 @@ static dt_status damaged(const reader *r, const char *what) {
 
 static dt_status cut_short(const reader *r, uint64_t wanted) {
     if (r->map != NULL && dt_file_map_broken(r->map)) {
-        return dt_fail(r->error, DT_ERR_IO, "%s became shorter while it was read; restore a copy", r->path);
+        return damaged(r, "it is cut short now");
     }
     return dt_fail(r->error, DT_ERR_FORMAT,
                    "%s was cut short: it has %llu of %llu bytes; delete it to start anew, or restore a copy", r->path,
