@@ -297,7 +297,7 @@ static const dt_gemm_kernel reference = {"reference", false, supported, pack_inp
 extern const dt_gemm_kernel dt_gemm_amx;
 #endif
 #if defined(DT_HAVE_AVX512)
-extern const dt_gemm_kernel dt_gemm_avx512_vnni;
+extern const dt_gemm_kernel dt_gemm_avx512_vnni, dt_gemm_avx512;
 #endif
 #if defined(DT_HAVE_AVX2)
 extern const dt_gemm_kernel dt_gemm_avx2;
@@ -309,7 +309,7 @@ static const dt_gemm_kernel *const kernels[] = {
     &dt_gemm_amx,
 #endif
 #if defined(DT_HAVE_AVX512)
-    &dt_gemm_avx512_vnni,
+    &dt_gemm_avx512_vnni, &dt_gemm_avx512,
 #endif
 #if defined(DT_HAVE_AVX2)
     &dt_gemm_avx2,

@@ -2,10 +2,8 @@
  * The AVX2 kernel: half a group, 8 rows, is one vector. Four inputs of each row are multiplied with one token's four inputs
  * as pairs of unsigned by signed bytes.
  *
- * Sums of pairs are 16 bits wide: with 4-bit weights a whole block fits (8 * 2 * 15 * 127 < 2^15), with 5 bits half of it, with 6
- * bits a quarter, with 8 bits not even one pair of unsigned bytes, so there the weights' sign is moved to the inputs and every pair
- * is widened at once. Invariant: the products of a block are exact integers, and the floating-point operations per row and token
- * are those of the reference.
+ * Invariant: the products of a block are exact integers, and the floating-point operations per row and token are those of the
+ * reference.
  */
 #include "gemm/gemm_kernel.h"
 
@@ -76,11 +74,6 @@ INLINE __m256 load_bytes(const uint8_t *from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 }
 
-/* How many quads of products fit into 16-bit sums; 1: not even one with unsigned weights. */
-INLINE int quads_in_16_bits(const dt_gemm_format f) {
-    return f.is_lookup || f.bits == 8 ? 1 : f.bits == 6 ? 2 : f.bits == 5 ? 4 : 8;
-}
-
 /* Of 32-bit lanes. */
 INLINE __m256i shift_left(__m256i x, int n) { return (__m256i)((__v8su)x << n); }
 INLINE __m256i shift_right(__m256i x, int n) { return (__m256i)((__v8su)x >> n); }
@@ -119,7 +112,7 @@ INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m256i q
 INLINE void block_sums(const dt_gemm_format f, const __m256i q[8], const int32_t *quads, int tile, const int32_t *negated,
                        __m256i sums[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const int fit = quads_in_16_bits(f);
+    const int fit = dt_gemm_quads_in_16_bits(f);
     sums[0] = sums[1] = _mm256_setzero_si256();
     if (fit > 1 && f.offset != 0) { /* what they will be too large by */
         const int log2_offset = __builtin_ctz((unsigned)f.offset);

@@ -1,6 +1,7 @@
 /*
- * The arithmetic of the AVX-512 VNNI kernel, which gemm_amx.c does for few tokens too: a group of 16 rows is one vector, a
- * dot-product instruction takes four inputs of all of them at once with one token's four inputs broadcast from memory.
+ * The arithmetic of the AVX-512 kernels, which gemm_amx.c does for few tokens too: a group of 16 rows is one vector, four inputs of
+ * all of them are multiplied at once with one token's four inputs broadcast from memory. Where the file is compiled with VNNI that
+ * is one instruction, elsewhere it is done by pairs, as in gemm_avx2.c.
  *
  * A tile of T tokens times 16 rows is held in T registers over the whole length of the rows; a block of weights is unpacked once
  * for the tile. Invariant: the operations per row and token are the same for every T, so results are bitwise equal.
@@ -20,6 +21,12 @@
  * from there into the first. */
 #define AHEAD 5120
 #define SOON 576
+
+INLINE bool avx512_supported(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+}
 
 /* ---- activations ---- */
 
@@ -55,10 +62,17 @@ INLINE void pack_inputs_of(const float *from, int32_t tile, int32_t t, const boo
 INLINE __m512i shift_left(__m512i x, int n) { return (__m512i)((__v16su)x << n); }
 INLINE __m512i shift_right(__m512i x, int n) { return (__m512i)((__v16su)x >> n); }
 
-/* The 8 quads of a block of 16 rows as unsigned bytes. */
+#ifdef __AVX512VNNI__
+#define SIGNED_WEIGHTS(f) false
+#else
+#define SIGNED_WEIGHTS(f) (dt_gemm_quads_in_16_bits(f) == 1)
+#endif
+
+/* The 8 quads of a block of 16 rows as bytes: unsigned, but where pairs of products would be too large for 16 bits. */
 INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m512i q[8]) {
+    const __m512i flip = SIGNED_WEIGHTS(f) ? _mm512_set1_epi8(-128) : _mm512_setzero_si512();
     if (f.bits == 8) {
-        UNROLL for (int j = 0; j < 8; j++) { q[j] = _mm512_loadu_si512(block + j * 64); }
+        UNROLL for (int j = 0; j < 8; j++) { q[j] = _mm512_xor_si512(_mm512_loadu_si512(block + j * 64), flip); }
         return;
     }
     const __m512i low = _mm512_set1_epi8(15);
@@ -79,7 +93,7 @@ INLINE void load_weights(const dt_gemm_format f, const uint8_t *block, __m512i q
         }
     }
     if (f.is_lookup) {
-        const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)dt_gemm_values));
+        const __m512i values = _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)dt_gemm_values)), flip);
         UNROLL for (int j = 0; j < 8; j++) { q[j] = _mm512_shuffle_epi8(values, q[j]); }
     }
 }
@@ -111,28 +125,49 @@ INLINE block_scales load_scales(const dt_gemm_format f, const uint8_t *header, c
     return s;
 }
 
+/* Adds the products of 8 quads with one token's, which lie `tile` apart: those of the first 16 inputs to sums[0] and of the last to
+ * sums[1], or, where the format needs them in one, as is best. */
+INLINE void add_products(const dt_gemm_format f, const __m512i q[8], const int32_t *quads, int tile, __m512i sums[2]) {
+#ifdef __AVX512VNNI__
+    (void)f;
+    UNROLL for (int j = 0; j < 4; j++) {
+        sums[0] = _mm512_dpbusd_epi32(sums[0], q[j], _mm512_set1_epi32(quads[j * tile]));
+        sums[1] = _mm512_dpbusd_epi32(sums[1], q[j + 4], _mm512_set1_epi32(quads[(j + 4) * tile]));
+    }
+#else
+    const int fit = dt_gemm_quads_in_16_bits(f);
+    UNROLL for (int j = 0; j < 8; j += fit) {
+        __m512i pairs = _mm512_setzero_si512();
+        UNROLL for (int k = j; k < j + fit; k++) {
+            const __m512i x = _mm512_set1_epi32(quads[k * tile]);
+            const __m512i signs_moved =
+                SIGNED_WEIGHTS(f) ? _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(q[k]), _mm512_setzero_si512(), x) : x;
+            pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(SIGNED_WEIGHTS(f) ? _mm512_abs_epi8(q[k]) : q[k], signs_moved));
+        }
+        sums[j / 4] = _mm512_add_epi32(sums[j / 4], _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    }
+#endif
+}
+
 /* Adds the product of a block with token t of a tile to y. The sums of the first and of the last 16 inputs begin with what they
- * will be too large by, because the weights are unsigned. */
+ * will be too large by, where the weights are unsigned. */
 INLINE __m512 add_block(const dt_gemm_format f, const __m512i q[8], const block_scales *s, const char *inputs, const int tile,
                         int t, __m512 y) {
     const int32_t *quads = (const int32_t *)inputs + t;
-    __m512i first = _mm512_setzero_si512(), last = first;
-    if (f.offset != 0) {
+    __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    if (f.offset != 0 && !SIGNED_WEIGHTS(f)) {
         const int32_t *negated = dt_gemm_negated((void *)inputs, tile) + t;
-        first = shift_left(_mm512_set1_epi32(negated[tile]), __builtin_ctz((unsigned)f.offset));
+        sums[0] = shift_left(_mm512_set1_epi32(negated[tile]), __builtin_ctz((unsigned)f.offset));
         if (f.n_scales == 2) {
-            const __m512i all = first;
-            first = shift_left(_mm512_set1_epi32(negated[0]), __builtin_ctz((unsigned)f.offset));
-            last = _mm512_sub_epi32(all, first);
+            const __m512i all = sums[0];
+            sums[0] = shift_left(_mm512_set1_epi32(negated[0]), __builtin_ctz((unsigned)f.offset));
+            sums[1] = _mm512_sub_epi32(all, sums[0]);
         }
     }
-    UNROLL for (int j = 0; j < 4; j++) {
-        first = _mm512_dpbusd_epi32(first, q[j], _mm512_set1_epi32(quads[j * tile]));
-        last = _mm512_dpbusd_epi32(last, q[j + 4], _mm512_set1_epi32(quads[(j + 4) * tile]));
-    }
-    const __m512 product = f.n_scales == 2 ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(last), s->halves[1],
-                                                             _mm512_mul_ps(_mm512_cvtepi32_ps(first), s->halves[0]))
-                                           : _mm512_cvtepi32_ps(_mm512_add_epi32(first, last));
+    add_products(f, q, quads, tile, sums);
+    const __m512 product = f.n_scales == 2 ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[1]), s->halves[1],
+                                                             _mm512_mul_ps(_mm512_cvtepi32_ps(sums[0]), s->halves[0]))
+                                           : _mm512_cvtepi32_ps(_mm512_add_epi32(sums[0], sums[1]));
     y = _mm512_fmadd_ps(product, _mm512_mul_ps(s->scale, _mm512_set1_ps(dt_gemm_scales((void *)inputs, tile)[t])), y);
     return f.has_minimum ? _mm512_fmadd_ps(s->minimum, _mm512_set1_ps(dt_gemm_sums((void *)inputs, tile)[t]), y) : y;
 }
@@ -191,5 +226,11 @@ INLINE void group_tokens(const dt_gemm_format f, const uint8_t *group, int32_t n
 #undef GROUP_TILE
     }
 }
+
+/* The functions of a kernel whose packed inputs are those of gemm_kernel.h. */
+#define DT_GEMM_DEFINE_AVX512                                                                                                      \
+    static void pack_block(const float *from, int32_t tile, int32_t t, void *to) { pack_inputs_of(from, tile, t, false, to); }     \
+    DT_GEMM_DEFINE_GROUPS                                                                                                          \
+    DT_GEMM_DEFINE_KERNEL(DT_GEMM_CHUNKS)
 
 #endif

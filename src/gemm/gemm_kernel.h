@@ -50,6 +50,13 @@ static const dt_gemm_format dt_gemm_formats[DT_GEMM_N_TYPES] = {
 /* The 16 values of IQ4_NL and IQ4_XS, plus 128. */
 static const uint8_t dt_gemm_values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
+/* For kernels that multiply pairs of unsigned by signed bytes into 16 bits: how many quads can be summed up there. With 4-bit weights
+ * a whole block (8 * 2 * 15 * 127 < 2^15), with 5 bits half of it, with 6 bits a quarter. 1: with 8 bits not even one pair fits, so
+ * the weights' sign is moved to the inputs and every pair is widened at once. */
+static inline int dt_gemm_quads_in_16_bits(dt_gemm_format f) {
+    return f.is_lookup || f.bits == 8 ? 1 : f.bits == 6 ? 2 : f.bits == 5 ? 4 : 8;
+}
+
 /* Bytes of a super-block's header, of the quants of a block, of a block. */
 static inline size_t dt_gemm_header_bytes(dt_gemm_format f) { return f.has_minimum ? 64 : 32; }
 static inline size_t dt_gemm_quant_bytes(dt_gemm_format f) { return (size_t)f.bits * 64; }
