@@ -9,8 +9,11 @@
 #include "support/fixture.h"
 
 #include <math.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #define TOLERANCE 4e-3 /* attention in 16-bit integers: about 2e-3 between few rows and many */
 #define N_CTX 512
@@ -117,6 +120,43 @@ static void test_threads_and_chunks_do_not_matter(void **state) {
         }
     }
     free(want);
+}
+
+/* Invariant 7 where the processor is wanted by others, so that the number of threads changes from step to step (graph/pace.h). */
+static void test_a_busy_processor_does_not_matter(void **state) {
+    const fixture *f = *state;
+    enum { N_STEPS = 400, N_BUSY = 6 };
+    static int32_t out[2][N_STEPS];
+    float *logits[2];
+    pid_t busy[N_BUSY];
+    for (int i = 0; i < 2; i++) {
+        dt_session_params params = small_params();
+        params.n_threads = i == 0 ? 1 : 3;
+        for (int b = 0; i == 1 && b < N_BUSY; b++) {
+            busy[b] = fork();
+            if (busy[b] == 0) {
+                alarm(60); /* whatever becomes of the test */
+                for (volatile unsigned n = 0;; n++) {
+                }
+            }
+        }
+        dt_session *s = open_session(f->model, &params);
+        sync_tokens(s, f->tokens, 32);
+        greedy(s, (int32_t)f->n_vocab, out[i], N_STEPS);
+        logits[i] = malloc(f->n_vocab * sizeof(float));
+        memcpy(logits[i], dt_session_logits(s), f->n_vocab * sizeof(float));
+        dt_session_free(s);
+    }
+    for (int b = 0; b < N_BUSY; b++) {
+        if (busy[b] > 0) {
+            kill(busy[b], SIGKILL);
+            waitpid(busy[b], NULL, 0);
+        }
+    }
+    assert_memory_equal(out[0], out[1], sizeof out[0]);
+    assert_same(logits[0], logits[1], f->n_vocab, true);
+    free(logits[0]);
+    free(logits[1]);
 }
 
 static void test_kernels_agree(void **state) {
@@ -401,6 +441,7 @@ int main(void) {
         cmocka_unit_test(test_budget_not_reached_is_off),
         cmocka_unit_test(test_turn_by_turn_is_at_once),
         cmocka_unit_test(test_threads_and_chunks_do_not_matter),
+        cmocka_unit_test(test_a_busy_processor_does_not_matter),
         cmocka_unit_test(test_kernels_agree),
         cmocka_unit_test(test_eviction_is_masking),
         cmocka_unit_test(test_limits_hold_after_every_step),

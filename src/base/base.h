@@ -60,6 +60,7 @@ void dt_block_free(void *block, size_t bytes);
 
 /* Monotonic microseconds. */
 int64_t dt_clock_us(void);
+int64_t dt_process_us(void); /* for how long the process's threads have run, all together */
 /* Physical cores this process may run on (at least 1). */
 int32_t dt_physical_cores(void);
 

@@ -18,11 +18,14 @@
 #include <sys/sysctl.h>
 #endif
 
-int64_t dt_clock_us(void) {
+static int64_t clock_of(clockid_t clock) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
+
+int64_t dt_clock_us(void) { return clock_of(CLOCK_MONOTONIC); }
+int64_t dt_process_us(void) { return clock_of(CLOCK_PROCESS_CPUTIME_ID); }
 
 void dt_use_large_pages(void *memory, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
