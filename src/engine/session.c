@@ -252,13 +252,19 @@ dt_status dt_session_check_idle(const dt_session *session, dt_error *error) {
 
 /* ---- steps ---- */
 
-bool dt_session_makes_room(dt_session *s, dt_status status) { return status == DT_ERR_MEMORY && dt_snapshot_yield(s); }
+bool dt_session_makes_room(dt_session *s, dt_status status, dt_error *error) {
+    const bool again = status == DT_ERR_MEMORY && dt_snapshot_yield(s);
+    if (again && error) {
+        error->code = DT_OK;
+    }
+    return again;
+}
 
 dt_status dt_session_grow(dt_session *s, int32_t n, dt_error *error) {
     dt_status status;
     do {
         status = dt_kv_append(s->kv, dt_session_next_position(s), n, error);
-    } while (dt_session_makes_room(s, status));
+    } while (dt_session_makes_room(s, status, error));
     return status;
 }
 
@@ -267,7 +273,7 @@ dt_status dt_session_slide(dt_session *s, dt_error *error) {
     dt_status status;
     do {
         status = dt_kv_slide(s->kv, dt_session_next_position(s), &whole_from, error);
-    } while (dt_session_makes_room(s, status));
+    } while (dt_session_makes_room(s, status, error));
     s->whole_from = whole_from + dt_session_shift(s);
     return status;
 }
@@ -392,7 +398,7 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
     dt_status status;
     do {
         status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
-    } while (dt_session_makes_room(s, status));
+    } while (dt_session_makes_room(s, status, error));
     if (status == DT_OK && dt_session_shift(s) > before) {
         s->whole_from = s->n_tokens;
         dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
@@ -514,7 +520,7 @@ dt_status dt_session_evict(dt_session *s, dt_error *error) {
             }
             s->stats.eviction_rounds += result.n_rounds;
             s->stats.evicted_tokens += result.n_evicted;
-        } while (dt_session_makes_room(s, status));
+        } while (dt_session_makes_room(s, status, error));
     }
     status = status == DT_OK ? dt_session_close_up(s, s->free_after, error) : status;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
@@ -708,7 +714,7 @@ static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *resu
         dt_status status;
         do {
             status = dt_kv_truncate(s->kv, position - dt_session_shift(s), error);
-        } while (dt_session_makes_room(s, status));
+        } while (dt_session_makes_room(s, status, error));
         if (status != DT_OK) {
             return status;
         }

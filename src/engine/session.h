@@ -72,8 +72,8 @@ dt_status dt_session_check_idle(const dt_session *session, dt_error *error);
 /* By how much positions in the cache are behind indices in the conversation, and that of the next token. */
 int32_t dt_session_shift(const dt_session *session);
 int32_t dt_session_next_position(const dt_session *session);
-/* After a failure: true when a snapshot made room and it is worth another try. */
-bool dt_session_makes_room(dt_session *session, dt_status status);
+/* After a failure: true when a snapshot made room and it is worth another try; *error (may be NULL) tells of none then. */
+bool dt_session_makes_room(dt_session *session, dt_status status, dt_error *error);
 /* Adds n uncommitted entries to the cache. */
 dt_status dt_session_grow(dt_session *session, int32_t n, dt_error *error);
 /* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk
