@@ -376,13 +376,19 @@ static dt_status branch(dt_conversations *all, dt_conversation *source, bool who
         dt_session_free(session);
         return status;
     }
+    if (load) { /* the file may hold more than the job will; where that finds no room it goes without */
+        const uint64_t saved = dt_session_kv_bound(session, (int64_t)source->n_computed);
+        (void)make_room(all, saved > bytes ? saved : bytes, source);
+    }
     const dt_status loaded = load ? dt_conversations_load(all, source, session, &why) : DT_OK;
     if (loaded == DT_ERR_MEMORY && any_in_use(all)) {
         dt_session_free(session);
         *error = why;
         return loaded;
     }
-    if (loaded != DT_OK) {
+    if (loaded == DT_ERR_MEMORY) {
+        source = NULL; /* the file is as good as before */
+    } else if (loaded != DT_OK) {
         dt_report(DT_LOG_WARN, "a conversation on disk can't be used and is dropped: %s", why.message);
         dt_conversations_delete_files(all, source);
         dt_conversations_remove(all, source);

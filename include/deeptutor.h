@@ -254,7 +254,8 @@ typedef struct dt_session_params {
     dt_group *group; /* whose threads, kernel and scratch it uses, of the same model; NULL = it has its own */
 } dt_session_params;
 
-/* Called between prefill chunks and decode steps; returning false cancels (DT_ERR_CANCELLED, the session stays usable). */
+/* Called between prefill chunks and decode steps; returning false cancels (DT_ERR_CANCELLED, the session stays usable). What holds
+ * for dt_token_fn holds for it, and for dt_logits_fn. */
 typedef bool (*dt_progress_fn)(int64_t done_tokens, int64_t total_tokens, void *user);
 
 typedef struct dt_sync_result {
@@ -383,7 +384,8 @@ const void *dt_session_note(const dt_session *session, size_t *out_n);
 
 /* ---- generation --------------------------------------------------------------------------------- */
 
-/* Called for every token of the output, end tokens excepted. Returning false stops after this token. */
+/* Called for every token of the output, end tokens excepted. Returning false stops after this token. It may
+ * look at sessions; those of the group it must not change, copy, save (DT_ERR_ARGUMENT) or free. */
 typedef bool (*dt_token_fn)(int32_t token, void *user);
 
 typedef struct dt_generate_result {

@@ -291,6 +291,42 @@ static void test_failures_stay_apart(void **state) {
     dt_group_free(group);
 }
 
+/* The next prompt is read as its own length wants it, whatever the one before was: here chunk by chunk, for it is longer than the
+ * context. */
+static void test_a_prompt_given_up(void **state) {
+    const fixture *f = *state;
+    dt_group *group = new_group(f, 1, NULL, 0);
+    dt_error error = {0};
+    for (int reused = 0; reused < 2; reused++) {
+        dt_session_params in = params_of(group), alone = params_of(NULL);
+        in.n_ctx = alone.n_ctx = 96;
+        in.n_batch = alone.n_batch = 16;
+        in.eviction = alone.eviction = f->window;
+        dt_session *s = open_session(f->model, &in), *same = open_session(f->model, &alone);
+        dt_step step = {.session = s, .tokens = f->tokens, .n = 16, .n_follow = 10, .probability = 1};
+        assert_int_equal(dt_group_step(group, &step, 1, &error), DT_OK);
+        dt_sync_result result;
+        if (reused) {
+            assert_int_equal(dt_session_reuse(s, f->tokens, 200, &result, &error), DT_OK);
+        }
+        for (int32_t at = 16; at < 200;) {
+            const int32_t n = DT_MIN(16, 200 - at);
+            step = (dt_step){.session = s, .tokens = f->tokens + at, .n = n, .n_follow = 200 - at - n, .probability = 1};
+            if (dt_group_step(group, &step, 1, &error) != DT_OK) {
+                fail_msg("%s", error.message);
+            }
+            at += n;
+        }
+        sync_tokens(same, f->tokens, 16);
+        sync_tokens(same, f->tokens, 200);
+        assert_same(dt_session_logits(s), dt_session_logits(same), f->n_vocab, SAME_BITS);
+        assert_same_kept(f, s, same);
+        dt_session_free(s);
+        dt_session_free(same);
+    }
+    dt_group_free(group);
+}
+
 /* ---- memory ---- */
 
 static uint64_t bytes_of(const dt_group *group) {
@@ -509,10 +545,10 @@ static void test_other_calls_in_a_group(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_each_is_as_alone),           cmocka_unit_test(test_failures_stay_apart),
-        cmocka_unit_test(test_forks_share_a_prefix),       cmocka_unit_test(test_limit_of_a_group),
-        cmocka_unit_test(test_decoding_allocates_nothing), cmocka_unit_test(test_bound_holds),
-        cmocka_unit_test(test_other_calls_in_a_group),
+        cmocka_unit_test(test_each_is_as_alone),  cmocka_unit_test(test_failures_stay_apart),
+        cmocka_unit_test(test_a_prompt_given_up), cmocka_unit_test(test_forks_share_a_prefix),
+        cmocka_unit_test(test_limit_of_a_group),  cmocka_unit_test(test_decoding_allocates_nothing),
+        cmocka_unit_test(test_bound_holds),       cmocka_unit_test(test_other_calls_in_a_group),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -166,6 +166,10 @@ def test_json_schema(server):
     assert answer["choices"][0]["finish_reason"] == "stop" and set(json.loads(text_of(answer))) == {"a"}
     answer = server.complete(prompt="x", max_tokens=20, ignore_eos=False, grammar='root ::= "yes" | "no"')
     assert text_of(answer) in ("yes", "no") and answer["choices"][0]["finish_reason"] == "stop"
+    # a grammar in which too many ways are open at once is the request's fault
+    status, answer, _ = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 3, "json_schema": {
+        "type": "string", "pattern": "^" + "a?" * 500 + "$"}})
+    assert status == 400 and "grammar" in answer["error"]["message"], answer
 
 
 # ---- bodies that must be refused ----
@@ -308,6 +312,74 @@ def test_together_as_alone(server):
         for t in threads:
             t.join()
         assert [text_of(r) for r in results] == alone
+
+
+def test_together_as_alone_while_memory_is_short(model, tmp_path):
+    """Row 35: 16 conversations with words of their own, room for four: they go to disk and come back while others are computed, and
+    every answer is that of the same conversation alone. Some clients hang up first, and ask again."""
+    flags = (*FLAGS, "--queue", "64", "-np", "4")
+    turns = [f"Secret {i}, word{i}. " + WORDS * (1 + i % 5) for i in range(16)]
+
+    def talk(server, i, out):
+        text = ""
+        for turn in range(3):
+            text += (turns[i] if turn == 0 else f" And {turn}?")
+            if (i + turn) % 5 == 0:
+                server.send({"prompt": text, "max_tokens": 30, "stream": True}).close()
+            text += text_of(server.complete(prompt=text, max_tokens=10))
+        out[i] = text
+
+    alone, together = {}, {}
+    with serving(model, tmp_path, *flags) as server:
+        for i in range(16):
+            talk(server, i, alone)
+    with serving(model, tmp_path, *flags, "--kv-memory", "1200K", "--session-dir", str(tmp_path / "sessions")) as server:
+        threads = [threading.Thread(target=talk, args=(server, i, together)) for i in range(16)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        m = server.metrics()
+        assert m["deeptutor_kv_bytes_peak"] <= 1200 << 10 and m['deeptutor_conversation_starts_total{from="disk"}'] > 0, m
+    assert together == alone
+
+
+def test_past_the_context(model, tmp_path):
+    """Rows 24 and 25: where every layer evicts, a prompt of twice the context is read, and the answer tells how many tokens went; without
+    max_tokens it ends at the server's own limit."""
+    with serving(model, tmp_path, *FLAGS, "--max-tokens", "24", "--cache-eviction", "--max-cache-size", "200", "--min-cache-size",
+                 "150") as server:
+        for n in (1023, 1024, 1025, 2048):
+            answer = server.complete(prompt=[5 + i % 7 for i in range(n)], ignore_eos=True)
+            assert answer["usage"]["prompt_tokens"] == n and answer["usage"]["completion_tokens"] == 24
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert answer["eviction"]["evicted_tokens"] >= 2 * (n - 200), answer["eviction"]
+
+
+def test_instructions_of_four_conversations(model, tmp_path):
+    """Row 4: a system prompt as long as the sinks is whole in every layer, turn after turn, in each of four conversations at once."""
+    config = {"0-": {"policy": "importance_score", "max_cache_size": 200, "min_cache_size": 150, "recent_window": 32, "sink_tokens": 60}}
+    last = {}
+
+    def talk(server, i):
+        messages = [{"role": "system", "content": f"Answer {i}: " + "be brief, " * 5}]
+        for turn in range(8):
+            messages.append({"role": "user", "content": f"Question {turn} of {i}? " + WORDS})
+            answer = server.chat(messages, max_tokens=16, eviction={"config": config}, tlc=True)
+            messages.append({"role": "assistant", "content": text_of(answer)})
+        last[i] = answer
+
+    with serving(model, tmp_path, *FLAGS, "-np", "4") as server:
+        threads = [threading.Thread(target=talk, args=(server, i)) for i in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    for i in range(4):
+        assert last[i]["eviction"]["evicted_tokens"] > 0
+        tlc = last[i]["tlc"]
+        whole = 60 * 128 // tlc["strip_tokens"]  # cells that hold nothing but sinks
+        assert whole > 2 and all(layer["strip"][:whole] == "f" * whole for layer in tlc["layers"]), tlc
 
 
 def test_queue_is_bounded(server):
@@ -484,6 +556,19 @@ def test_disk_ceiling(model, tmp_path):
                 assert sum(f.stat().st_size for f in folder.glob("*.session")) <= 400 << 10
         m = server.metrics()
         assert m['deeptutor_conversation_starts_total{from="disk"}'] > 0 and m["deeptutor_conversations_dropped_total"] > 0, m
+
+
+def test_little_of_a_long_one_on_disk(model, tmp_path):
+    """A short request that begins as a long conversation on disk does: others make room for loading it, and it stays to be gone on with."""
+    long, other = [5 + i % 11 for i in range(900)], [6 + i % 13 for i in range(700)]
+    with serving(model, tmp_path, *FLAGS, "--kv-memory", "400K", "--session-dir", str(tmp_path / "sessions")) as server:
+        server.complete(prompt=long, max_tokens=2)
+        server.complete(prompt=other, max_tokens=2)
+        assert server.metrics()['deeptutor_conversations{state="disk"}'] == 1
+        assert server.complete(prompt=long[:100] + [7] * 20, max_tokens=2)["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
+        again = server.complete(prompt=long + [9] * 5, max_tokens=2)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 900, again["usage"]
+    assert b"can't be used" not in (tmp_path / "server.log").read_bytes()
 
 
 def test_index_of_an_earlier_turn(model, tmp_path):

@@ -41,7 +41,13 @@ static dt_status take(generation *g, const float *logits) {
         return DT_OK;
     }
     g->result->n_tokens++;
-    if (g->on_token && !g->on_token(g->token, g->user)) {
+    bool goes_on = true;
+    if (g->on_token) {
+        g->session->group->in_callback = true;
+        goes_on = g->on_token(g->token, g->user);
+        g->session->group->in_callback = false;
+    }
+    if (!goes_on) {
         g->result->why = DT_STOP_CALLER;
     } else if (g->result->n_tokens != g->n_predict) {
         g->done = false;
@@ -104,6 +110,10 @@ dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft
     dt_generate_result local;
     result = result ? result : &local;
     *result = (dt_generate_result){.n_tokens = 0, .why = DT_STOP_LENGTH};
+    const dt_status idle = dt_session_check_idle(session, error);
+    if (idle != DT_OK) {
+        return idle;
+    }
     if (!dt_session_logits(session)) {
         return dt_fail(error, DT_ERR_ARGUMENT, "there is nothing to continue; give the session a text first");
     }

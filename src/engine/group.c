@@ -19,7 +19,7 @@
 /* ---- life ---- */
 
 static bool should_abort(void *user) {
-    const dt_group *group = user;
+    dt_group *group = user;
     dt_session *s = group->syncing;
     if (!s || !s->progress) {
         return false;
@@ -29,7 +29,10 @@ static bool should_abort(void *user) {
         return false;
     }
     s->progress_last_us = now;
-    return !s->progress(s->progress_done, s->progress_total, s->progress_user);
+    group->in_callback = true;
+    const bool goes_on = s->progress(s->progress_done, s->progress_total, s->progress_user);
+    group->in_callback = false;
+    return !goes_on;
 }
 
 static dt_status group_new(const dt_model *model, const dt_group_params *params, bool is_private, dt_group **out, dt_error *error) {
@@ -319,6 +322,12 @@ dt_status dt_group_compute_one(dt_session *s, dt_sequence *sequence, const float
 
 /* ---- steps of many ---- */
 
+/* It brings what the step before said would come. Any other step begins anew, for a prompt may be given up in the middle. */
+static bool goes_on(const dt_step *step) {
+    const int64_t n_to_come = step->session->n_to_come;
+    return n_to_come > 0 && (int64_t)step->n + step->n_follow == n_to_come;
+}
+
 /* Also marks the session, so that it is found when it comes twice. */
 static dt_status check_step(const dt_group *g, const dt_step *step, dt_error *error) {
     dt_session *s = step->session;
@@ -332,12 +341,15 @@ static dt_status check_step(const dt_group *g, const dt_step *step, dt_error *er
     if (step->n < 1 || step->n > s->chunk || step->n_follow < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "a step appends 1 to %d tokens (n_batch), not %d", s->chunk, step->n);
     }
-    const dt_status status = dt_session_check_room(s, (int64_t)step->n + step->n_follow, error);
-    return status == DT_OK && !s->in_prompt ? dt_session_begin_reading(s, (int64_t)step->n + step->n_follow, error) : status;
+    dt_status status = dt_session_check_idle(s, error);
+    if (status == DT_OK) {
+        status = dt_session_check_room(s, (int64_t)step->n + step->n_follow, error);
+    }
+    return status == DT_OK && !goes_on(step) ? dt_session_begin_reading(s, (int64_t)step->n + step->n_follow, error) : status;
 }
 
 /* Not the last token of a prompt whose chunks came before. */
-static bool is_decode(const dt_step *step) { return step->n == 1 && step->n_follow == 0 && !step->session->in_prompt; }
+static bool is_decode(const dt_step *step) { return step->n == 1 && step->n_follow == 0 && !goes_on(step); }
 
 /* What append does after computing, or, while more follows, sync. */
 static void end_step(dt_step *step, double ms) {
@@ -352,7 +364,7 @@ static void end_step(dt_step *step, double ms) {
     }
     *(is_decode(step) ? &s->stats.decode_tokens : &s->stats.prefill_tokens) += step->n;
     *(is_decode(step) ? &s->stats.decode_ms : &s->stats.prefill_ms) += ms + s->stats.eviction_ms - evicted_before;
-    s->in_prompt = step->n_follow > 0;
+    s->n_to_come = step->n_follow;
 }
 
 dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_error *error) {

@@ -33,6 +33,7 @@ struct dt_group {
     dt_memory kv_memory; /* counts the caches of all sessions of a shared group */
     dt_memory memory;    /* the graph's and that of the arrays below */
     dt_graph *graph;
+    bool in_callback;       /* a function of the caller's is asked: what is being computed must not be disturbed */
     dt_session *syncing;    /* whose progress function is asked while the graph computes; NULL = none */
     dt_part *parts;         /* [capacity] of dt_group_step */
     dt_sequence *sequences; /* [capacity] of the batch being computed */

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #define DEFAULT_BATCH 512
+#define DEFAULT_BLOCK 256
 #define DEFAULT_SNAPSHOTS 2 /* the last reply's beginning, and the one before, where a changed question begins */
 #define LEAST_CHUNK 32      /* tokens that a step can always take past the context; with room for fewer it is the end */
 #define SCORE_BATCH 64      /* every row has logits there: [SCORE_BATCH][V] */
@@ -30,13 +31,22 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "context length, batch size and threads can't be negative");
     }
+    if ((unsigned)p->kv_type > DT_KV_INT8 || (unsigned)p->prefill > DT_PREFILL_STREAMING || (unsigned)p->evict > DT_EVICT_HELD) {
+        return dt_fail(error, DT_ERR_ARGUMENT,
+                       "kv_type, prefill or evict (%d, %d, %d) is none of the values that deeptutor.h names", (int)p->kv_type,
+                       (int)p->prefill, (int)p->evict);
+    }
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
     p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DEFAULT_BATCH, p->n_ctx);
-    p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : 256;
+    p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : DEFAULT_BLOCK;
     p->n_snapshots = p->n_snapshots == 0 && !p->group ? DEFAULT_SNAPSHOTS : DT_MIN(p->n_snapshots, DT_MAX_SNAPSHOTS);
     if (p->kv_block_tokens % DT_KV_GROUP != 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "a cache block of %d tokens is not a multiple of %d", p->kv_block_tokens,
                        DT_KV_GROUP);
+    }
+    if (p->kv_block_tokens > DT_MAX(p->n_ctx, DEFAULT_BLOCK)) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "a cache block of %d tokens is larger than the context of %d", p->kv_block_tokens,
+                       p->n_ctx);
     }
     if (p->n_ctx > info->n_ctx_train) {
         dt_log(DT_LOG_WARN,
@@ -232,15 +242,29 @@ void dt_session_free(dt_session *session) {
     free(session);
 }
 
+dt_status dt_session_check_idle(const dt_session *session, dt_error *error) {
+    return !session->group->in_callback
+               ? DT_OK
+               : dt_fail(error, DT_ERR_ARGUMENT,
+                         "the session, or one of its group, is at work; from a token, progress or logits function sessions may be "
+                         "looked at, but not be changed, copied or saved");
+}
+
 /* ---- steps ---- */
 
-bool dt_session_makes_room(dt_session *s, dt_status status) { return status == DT_ERR_MEMORY && dt_snapshot_yield(s); }
+bool dt_session_makes_room(dt_session *s, dt_status status, dt_error *error) {
+    const bool again = status == DT_ERR_MEMORY && dt_snapshot_yield(s);
+    if (again && error) {
+        error->code = DT_OK;
+    }
+    return again;
+}
 
 dt_status dt_session_grow(dt_session *s, int32_t n, dt_error *error) {
     dt_status status;
     do {
         status = dt_kv_append(s->kv, dt_session_next_position(s), n, error);
-    } while (dt_session_makes_room(s, status));
+    } while (dt_session_makes_room(s, status, error));
     return status;
 }
 
@@ -249,7 +273,7 @@ dt_status dt_session_slide(dt_session *s, dt_error *error) {
     dt_status status;
     do {
         status = dt_kv_slide(s->kv, dt_session_next_position(s), &whole_from, error);
-    } while (dt_session_makes_room(s, status));
+    } while (dt_session_makes_room(s, status, error));
     s->whole_from = whole_from + dt_session_shift(s);
     return status;
 }
@@ -374,7 +398,7 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
     dt_status status;
     do {
         status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
-    } while (dt_session_makes_room(s, status));
+    } while (dt_session_makes_room(s, status, error));
     if (status == DT_OK && dt_session_shift(s) > before) {
         s->whole_from = s->n_tokens;
         dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
@@ -496,7 +520,7 @@ dt_status dt_session_evict(dt_session *s, dt_error *error) {
             }
             s->stats.eviction_rounds += result.n_rounds;
             s->stats.evicted_tokens += result.n_evicted;
-        } while (dt_session_makes_room(s, status));
+        } while (dt_session_makes_room(s, status, error));
     }
     status = status == DT_OK ? dt_session_close_up(s, s->free_after, error) : status;
     s->stats.eviction_ms += (double)(dt_clock_us() - start) / 1000.0;
@@ -628,6 +652,10 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
 
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict mode, dt_session **out, dt_error *error) {
     dt_session_params params = from->params;
+    const dt_status idle = dt_session_check_idle(from, error);
+    if (idle != DT_OK) {
+        return idle;
+    }
     params.eviction = eviction;
     params.evict = mode;
     params.kernel = from->group->kernel_name; /* the caller's text may be gone */
@@ -686,7 +714,7 @@ static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *resu
         dt_status status;
         do {
             status = dt_kv_truncate(s->kv, position - dt_session_shift(s), error);
-        } while (dt_session_makes_room(s, status));
+        } while (dt_session_makes_room(s, status, error));
         if (status != DT_OK) {
             return status;
         }
@@ -712,7 +740,10 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
         s->progress_done += status == DT_OK ? chunk : 0;
         if (status == DT_OK && s->progress) {
             s->progress_last_us = dt_clock_us();
-            if (!s->progress(s->progress_done, s->progress_total, s->progress_user) && (size_t)s->n_tokens < n) {
+            s->group->in_callback = true;
+            const bool goes_on = s->progress(s->progress_done, s->progress_total, s->progress_user);
+            s->group->in_callback = false;
+            if (!goes_on && (size_t)s->n_tokens < n) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
         }
@@ -734,6 +765,11 @@ dt_status dt_session_check_room(const dt_session *s, int64_t n_more, dt_error *e
 dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error) {
     dt_session *s = session;
     *result = (dt_sync_result){.how = DT_SYNC_NOTHING};
+    const dt_status idle = dt_session_check_idle(s, error);
+    if (idle != DT_OK) {
+        return idle;
+    }
+    s->n_to_come = 0;
     if (n == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the conversation is empty; give at least one token");
     }
@@ -812,7 +848,10 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
                        s->model->info.n_ctx_train);
     }
     const int64_t start = dt_clock_us();
-    dt_status status = step(s, &token, 1, 1, 0, dt_query_weight(probability), NULL, error);
+    dt_status status = dt_session_check_idle(s, error);
+    if (status == DT_OK) {
+        status = step(s, &token, 1, 1, 0, dt_query_weight(probability), NULL, error);
+    }
     if (status == DT_OK) {
         status = dt_session_evict(s, error);
         s->stats.decode_tokens++;
@@ -829,13 +868,16 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
     }
     const size_t n_vocab = (size_t)s->model->info.n_vocab;
     const size_t most = may_evict(s) ? 1 : (size_t)DT_MIN(s->chunk, SCORE_BATCH);
-    dt_status status = DT_OK;
+    dt_status status = dt_session_check_idle(s, error);
     for (size_t done = 0; status == DT_OK && done < n;) {
         const int32_t chunk = (int32_t)DT_MIN(n - done, most);
         const float *logits;
         status = step(s, tokens + done, chunk, chunk, 0, 1.0f, &logits, error);
         for (int32_t i = 0; status == DT_OK && i < chunk; i++) {
-            if (!fn(done + (size_t)i, logits + (size_t)i * n_vocab, user)) {
+            s->group->in_callback = true;
+            const bool goes_on = fn(done + (size_t)i, logits + (size_t)i * n_vocab, user);
+            s->group->in_callback = false;
+            if (!goes_on) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
         }

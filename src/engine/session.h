@@ -56,7 +56,7 @@ struct dt_session {
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
-    bool in_prompt;            /* the last step left tokens of a prompt to come */
+    int64_t n_to_come;         /* tokens of a prompt that the last step left to later ones */
     int64_t last_step;         /* the group's n_calls when it was last in a step */
     dt_session_stats stats;
     /* the sync in progress */
@@ -67,11 +67,13 @@ struct dt_session {
 
 /* Sets max_tokens anew after the cache was exchanged or emptied. */
 void dt_session_set_limit(dt_session *session);
+/* DT_ERR_ARGUMENT inside a function of the caller's (group.h, in_callback). */
+dt_status dt_session_check_idle(const dt_session *session, dt_error *error);
 /* By how much positions in the cache are behind indices in the conversation, and that of the next token. */
 int32_t dt_session_shift(const dt_session *session);
 int32_t dt_session_next_position(const dt_session *session);
-/* After a failure: true when a snapshot made room and it is worth another try. */
-bool dt_session_makes_room(dt_session *session, dt_status status);
+/* After a failure: true when a snapshot made room and it is worth another try; *error (may be NULL) tells of none then. */
+bool dt_session_makes_room(dt_session *session, dt_status status, dt_error *error);
 /* Adds n uncommitted entries to the cache. */
 dt_status dt_session_grow(dt_session *session, int32_t n, dt_error *error);
 /* How n more tokens will be read: as was asked for, or, where the context has no room for all of them at once, evicted from chunk

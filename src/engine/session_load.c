@@ -523,7 +523,10 @@ static dt_status map_file(reader *r, dt_error *error) {
 dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error) {
     reader r = {.session = session, .path = path, .error = error};
     loaded l = {0};
-    dt_status status = dt_session_check_plain(session, error);
+    dt_status status = dt_session_check_idle(session, error);
+    if (status == DT_OK) {
+        status = dt_session_check_plain(session, error);
+    }
     if (status == DT_OK) {
         status = map_file(&r, error);
     }

@@ -156,7 +156,8 @@ dt_status dt_session_check_plain(const dt_session *session, dt_error *error) {
 }
 
 dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, const char *path, dt_error *error) {
-    const dt_status plain = dt_session_check_plain(session, error);
+    const dt_status idle = dt_session_check_idle(session, error);
+    const dt_status plain = idle == DT_OK ? dt_session_check_plain(session, error) : idle;
     if (plain != DT_OK) {
         return plain;
     }

@@ -347,6 +347,9 @@ static dt_status grammar_permits(dt_sampler *sampler, int32_t token, bool *out, 
 
 dt_status dt_sampler_sample(dt_sampler *sampler, const float *logits, int32_t *out_token, float *out_probability, dt_error *error) {
     float maximum;
+    if (logits == NULL) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "there are no logits to draw from; give the session a text first");
+    }
     if (!find_maximum(logits, sampler->n_candidates, &maximum)) {
         return dt_fail(error, DT_ERR_COMPUTE,
                        "the model gave a logit that is not a number; the file is damaged, or a value overflowed");

@@ -668,7 +668,7 @@ dt_status dt_text_grammar_apply(dt_text_grammar *grammar, llama_token_data_array
     if (grammar->broken) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the text has left the grammar; start again with a new sampler");
     }
-    return guarded(error, DT_ERR_COMPUTE, "the grammar failed", [&] {
+    return guarded(error, DT_ERR_ARGUMENT, "the grammar failed", [&] {
         llama_sampler_apply(grammar->sampler, candidates);
         return DT_OK;
     });
@@ -684,7 +684,7 @@ dt_status dt_text_grammar_accept(dt_text_grammar *grammar, int32_t token, dt_err
     if (std::isinf(one.logit)) { /* libllama throws, or aborts when it is an end token */
         return dt_fail(error, DT_ERR_ARGUMENT, "token %d does not fit the grammar at this place", token);
     }
-    status = guarded(error, DT_ERR_COMPUTE, "the grammar failed", [&] {
+    status = guarded(error, DT_ERR_ARGUMENT, "the grammar failed", [&] {
         llama_sampler_accept(grammar->sampler, token);
         return DT_OK;
     });

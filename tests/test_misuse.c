@@ -1,0 +1,196 @@
+/*
+ * What a program that uses the library may get wrong: calls from within its own functions, settings that no enum names, a text that
+ * was never given. Each is an error with a sentence, and the session is what it was.
+ */
+#include "engine/session.h"
+#include "support/cmocka_all.h"
+#include "support/compare.h"
+#include "support/fixture.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define N_CTX 512
+
+typedef engine_fixture fixture;
+
+static int setup(void **state) {
+    const tiny_model_params p = three_layers(N_CTX);
+    *state = open_engine_fixture(&p, N_CTX, 7);
+    return 0;
+}
+
+static dt_session_params params_of(dt_group *group) {
+    return (dt_session_params){.n_threads = 1, .n_batch = 16, .kv_block_tokens = 16, .group = group};
+}
+
+/* ---- from a token, progress or logits function ---- */
+
+typedef struct caller {
+    const fixture *f;
+    dt_session *session, *sibling; /* of one group */
+    dt_sampler *sampler;
+    char path[64];
+    int32_t n_calls;
+} caller;
+
+/* Everything that would change, copy or save a session of the group. */
+static void try_all(caller *c) {
+    dt_session *const targets[] = {c->session, c->sibling};
+    dt_error error = {0};
+    c->n_calls++;
+    for (int i = 0; i < 2; i++) {
+        dt_session *s = targets[i], *fork = NULL;
+        size_t n, n_after;
+        dt_session_tokens(s, &n);
+        dt_sync_result result;
+        dt_step step = {.session = s, .tokens = c->f->tokens, .n = 1, .probability = 1};
+        assert_int_equal(dt_session_sync(s, c->f->tokens, 9, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, "at work"));
+        assert_int_equal(dt_session_reuse(s, c->f->tokens, 9, &result, &error), DT_ERR_ARGUMENT);
+        assert_int_equal(dt_session_append(s, 5, 1.0f, &error), DT_ERR_ARGUMENT);
+        assert_int_equal(dt_session_score(s, c->f->tokens, 3, NULL, NULL, &error), DT_ERR_ARGUMENT);
+        assert_int_equal(dt_session_fork(s, NULL, DT_EVICT_ALWAYS, &fork, &error), DT_ERR_ARGUMENT);
+        assert_int_equal(dt_session_save(s, NULL, c->path, &error), DT_ERR_ARGUMENT);
+        assert_int_equal(dt_session_load(s, NULL, c->path, &error), DT_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, "at work"));
+        assert_int_equal(dt_generate(s, c->sampler, 2, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
+        assert_int_equal(dt_group_step(s->group, &step, 1, &error), DT_ERR_ARGUMENT);
+        dt_session_tokens(s, &n_after);
+        assert_int_equal(n, n_after);
+        assert_int_equal(dt_session_check(s, &error), DT_OK);
+    }
+}
+
+static bool on_token(int32_t token, void *user) {
+    (void)token;
+    try_all(user);
+    return true;
+}
+
+static bool on_progress(int64_t done, int64_t total, void *user) {
+    (void)done;
+    (void)total;
+    try_all(user);
+    return true;
+}
+
+static bool on_logits(size_t i, const float *logits, void *user) {
+    caller *c = user;
+    (void)i;
+    try_all(c);
+    return all_finite(logits, c->f->n_vocab);
+}
+
+static void test_calls_from_the_callers_functions(void **state) {
+    const fixture *f = *state;
+    caller c = {.f = f};
+    dt_error error = {0};
+    dt_group *group = NULL;
+    const dt_group_params threads = {.n_threads = 1};
+    assert_int_equal(dt_group_new(f->model, &threads, &group, &error), DT_OK);
+    const dt_session_params in = params_of(group), alone = params_of(NULL);
+    c.session = open_session(f->model, &in);
+    c.sibling = open_session(f->model, &in);
+    dt_session *plain = open_session(f->model, &alone);
+    snprintf(c.path, sizeof c.path, "/tmp/dt-test-misuse-%d.bin", (int)getpid());
+    sync_tokens(c.sibling, f->tokens + 50, 20);
+    assert_int_equal(dt_session_save(c.sibling, NULL, c.path, &error), DT_OK);
+    dt_sampler_params greedy = dt_sampler_default_params();
+    greedy.temp = 0;
+    dt_draft *draft = NULL;
+    assert_int_equal(dt_draft_from_model(f->model, f->model, &alone, 4, &draft, &error), DT_OK);
+
+    dt_sampler *other = NULL;
+    assert_int_equal(dt_sampler_new(f->model, &greedy, &c.sampler, &error), DT_OK);
+    assert_int_equal(dt_sampler_new(f->model, &greedy, &other, &error), DT_OK);
+    assert_int_equal(dt_session_sync(c.session, f->tokens, 40, on_progress, &c, NULL, &error), DT_OK);
+    assert_int_equal(dt_session_score(c.session, f->tokens + 40, 20, on_logits, &c, &error), DT_OK);
+    assert_int_equal(dt_generate_drafted(c.session, c.sampler, draft, 20, on_token, &c, NULL, &error), DT_OK);
+    assert_int_equal(dt_generate_drafted(c.session, c.sampler, NULL, 20, on_token, &c, NULL, &error), DT_OK);
+    assert_true(c.n_calls > 50);
+
+    size_t n;
+    sync_tokens(plain, f->tokens, 60);
+    assert_int_equal(dt_generate(plain, other, 20, NULL, NULL, NULL, &error), DT_OK);
+    assert_int_equal(dt_generate(plain, other, 20, NULL, NULL, NULL, &error), DT_OK);
+    const int32_t *want = dt_session_tokens(plain, &n);
+    assert_memory_equal(dt_session_tokens(c.session, &n), want, n * sizeof *want);
+    append_token(c.session, 5); /* and afterwards all of it goes again */
+    assert_int_equal(dt_session_load(c.session, NULL, c.path, &error), DT_OK);
+    unlink(c.path);
+    dt_sampler_free(c.sampler);
+    dt_sampler_free(other);
+    dt_draft_free(draft);
+    dt_session_free(plain);
+    dt_session_free(c.session);
+    dt_session_free(c.sibling);
+    dt_group_free(group);
+}
+
+/* ---- values ---- */
+
+static void test_values_of_no_enum(void **state) {
+    const fixture *f = *state;
+    dt_error error = {0};
+    for (int i = 0; i < 6; i++) {
+        dt_session_params params = params_of(NULL);
+        const int value = i % 2 == 0 ? 7 : -1;
+        memcpy(i / 2 == 0   ? (void *)&params.kv_type
+               : i / 2 == 1 ? (void *)&params.prefill
+                            : (void *)&params.evict,
+               &value, sizeof value);
+        dt_session *s = NULL;
+        assert_int_equal(dt_session_new(f->model, &params, &s, &error), DT_ERR_ARGUMENT);
+        assert_null(s);
+    }
+}
+
+static void test_large_values(void **state) {
+    const fixture *f = *state;
+    dt_error error = {0};
+    for (int i = 0; i < 5; i++) {
+        dt_session_params params = params_of(NULL);
+        dt_session *s = NULL;
+        *(i == 0   ? &params.n_ctx
+          : i == 1 ? &params.n_batch
+          : i == 2 ? &params.n_expected
+          : i == 3 ? &params.n_snapshots
+                   : &params.kv_block_tokens) = INT32_MAX - 15;
+        const dt_status status = dt_session_new(f->model, &params, &s, &error);
+        assert_int_equal(status, i == 4 ? DT_ERR_ARGUMENT : DT_OK);
+        if (status == DT_OK) {
+            sync_tokens(s, f->tokens, 40);
+            assert_int_equal(dt_session_check(s, &error), DT_OK);
+            dt_session_free(s);
+        }
+    }
+}
+
+static void test_nothing_to_draw_from(void **state) {
+    const fixture *f = *state;
+    dt_error error = {0};
+    const dt_session_params params = params_of(NULL);
+    dt_session *s = open_session(f->model, &params);
+    const dt_sampler_params plain = dt_sampler_default_params();
+    dt_sampler *sampler = NULL;
+    int32_t token;
+    assert_int_equal(dt_sampler_new(f->model, &plain, &sampler, &error), DT_OK);
+    assert_null(dt_session_logits(s));
+    assert_int_equal(dt_sampler_sample(sampler, dt_session_logits(s), &token, NULL, &error), DT_ERR_ARGUMENT);
+    assert_int_equal(dt_generate(s, sampler, 3, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
+    dt_sampler_free(sampler);
+    dt_session_free(s);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_calls_from_the_callers_functions),
+        cmocka_unit_test(test_values_of_no_enum),
+        cmocka_unit_test(test_large_values),
+        cmocka_unit_test(test_nothing_to_draw_from),
+    };
+    return cmocka_run_group_tests(tests, setup, close_engine_fixture);
+}
