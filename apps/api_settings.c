@@ -190,6 +190,15 @@ static bool read_eviction(dt_reader *r, dt_job *job) {
     if (!json_is_object(object)) {
         return dt_reader_refuse(r, 400, "eviction must be an object such as {\"preset\": \"docqa\"} or {\"enabled\": false}");
     }
+    const char *name;
+    json_t *value;
+    json_object_foreach((json_t *)object, name, value) { /* a slip would let go what was to be kept */
+        if (strcmp(name, "enabled") != 0 && strcmp(name, "preset") != 0 && strcmp(name, "config") != 0 &&
+            strcmp(name, "max_cache_size") != 0 && strcmp(name, "min_cache_size") != 0) {
+            return dt_reader_refuse(
+                r, 400, "eviction has no \"%.100s\"; it takes enabled, preset, config, max_cache_size, min_cache_size", name);
+        }
+    }
     if (!dt_reader_bool(r, object, "enabled", &enabled)) {
         return false;
     }

@@ -65,7 +65,7 @@ typedef struct batch {
     dt_batch_output *output;
     work *underway; /* [n_underway] of n_most */
     size_t n_underway, n_most;
-    bool at_end, warmed;
+    bool at_end, warmed, told_model;
     int news
         [2]; /* a pipe: woken through it, this thread waits for a length of time, not until a time of day that may be set anew */
     /* counts */
@@ -184,6 +184,19 @@ static void free_work(work *w) {
     dt_request_free(&w->request);
 }
 
+/* OpenAI's rows must name a model, and mostly one that is not here; -m has named the one that answers, and the answers say which. */
+static void take_own_model(batch *b, json_t *body) {
+    const char *asked = json_string_value(json_object_get(body, "model"));
+    if (asked == NULL) {
+        return;
+    }
+    if (strcmp(asked, b->api.name) != 0 && !b->told_model) {
+        b->told_model = true;
+        dt_report(DT_LOG_WARN, "batch: rows name another model, '%.100s'; %s of -m answers all of them", asked, b->api.name);
+    }
+    json_object_del(body, "model");
+}
+
 /* Reads rows until one is to be computed: the new last of underway. */
 static dt_status take_row(batch *b, dt_error *error) {
     work *w = &b->underway[b->n_underway];
@@ -201,6 +214,7 @@ static dt_status take_row(batch *b, dt_error *error) {
         } else if (status == DT_OK && w->row.body == NULL) {
             status = write_refusal(b, &w->row, 400, w->row.error, error);
         } else if (status == DT_OK) {
+            take_own_model(b, w->row.body);
             const int code =
                 dt_api_read_json(&b->api, w->row.chat ? DT_API_CHAT : DT_API_COMPLETION, w->row.body, &w->request, &why);
             json_decref(w->row.body); /* the jobs know all of it */
@@ -319,8 +333,8 @@ static void summarize(const batch *b) {
     char time[32];
     format_time(seconds, time);
     dt_report_progress_end();
-    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed", (long long)(b->n_good + b->n_bad),
-              (long long)b->n_bad);
+    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed%s", (long long)(b->n_good + b->n_bad),
+              (long long)b->n_bad, b->n_bad > 0 ? "; \"error\" in their lines says why" : "");
     if (b->n_before > 0) {
         dt_report(DT_LOG_INFO, "batch: %lld done before, %lld of them refused or failed", (long long)b->n_before,
                   (long long)dt_batch_output_failed(b->output));
@@ -499,7 +513,9 @@ static int run_all(void *user) {
     }
     if (status == DT_OK && dt_batch_output_settings_differ(output)) {
         dt_report(DT_LOG_WARN,
-                  "batch: %s was begun with another model or other settings; the lines that are there stay as they are", o->output);
+                  "batch: %s was begun with another model or other settings; the lines that are there stay as they are; "
+                  "to compute all rows with these, name another file with -o",
+                  o->output);
     }
     int exit_code;
     if (status != DT_OK) {

@@ -432,10 +432,8 @@ static void begin_input(input *in) {
         struct sigaction action = {.sa_handler = on_continue};
         sigemptyset(&action.sa_mask);
         sigaction(SIGCONT, &action, NULL);
-        dt_report(DT_LOG_INFO,
-                  "chat: /exit or Ctrl-D ends it, Ctrl-C stops a reply, \\ at a line's end continues it; what has lines of more "
-                  "than %d bytes goes in with -f FILE",
-                  TERMINAL_LINE_BYTES - 1);
+        dt_report(DT_LOG_INFO, "chat: /exit or Ctrl-D ends it, Ctrl-C stops a reply, \\ continues a line");
+        dt_report(DT_LOG_INFO, "chat: a line of more than %d bytes goes in with -f FILE", TERMINAL_LINE_BYTES - 1);
     }
 }
 

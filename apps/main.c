@@ -379,6 +379,7 @@ static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_m
     dt_shared_options_model(&o->shared, &model_params);
     dt_status status = dt_model_open(o->draft_model, &model_params, out_model, error);
     if (status == DT_OK) {
+        dt_report(DT_LOG_INFO, "draft: the smaller model has a cache of its own, beside that above:");
         status = dt_draft_from_model(run->model, *out_model, &params, most, &run->draft, error);
     }
     return status;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One question to ./deeptutor-server, the answer as it comes: bash examples/chat.sh http://127.0.0.1:8080 "Name the capital of France."
 # Needs curl and python3 (which puts the question into JSON, and the pieces of the answer on the terminal).
-set -eu
+set -euo pipefail
 url=${1:-http://127.0.0.1:8080}
 question=${2:-Name the capital of France.}
 body=$(python3 -c 'import json, sys

@@ -2,7 +2,7 @@
 # Scores a small task through ./deeptutor-server with lm-evaluation-harness (pip install "lm-eval[api]"):
 #   bash examples/lm_eval.sh http://127.0.0.1:8080 [folder for the results]
 # A task of yours: its YAML file beside examples/lm_eval/capitals.yaml, its name after --tasks.
-set -eu
+set -euo pipefail
 url=${1:-http://127.0.0.1:8080}
 output=$(realpath -m "${2:-build-lm_eval}")
 cd "$(dirname "$0")/.."

@@ -894,10 +894,13 @@ def test_chat_on_a_terminal():
 
 @needs_model
 def test_interrupt_on_a_terminal_ends_a_reply_and_then_the_chat():
-    terminal = Terminal("-m", MODEL, "-cnv", "--temp", "0", "--ignore-eos", "-n", "-1", pipe_stdout=False)
+    terminal = Terminal("-m", MODEL, "-cnv", "--temp", "0", "--ignore-eos", "-n", "-1", "--no-progress", pipe_stdout=False)
     terminal.wait_for(b"\n> ")
+    hints = re.findall(rb"chat: [^\r\n]*", terminal.seen)
+    assert hints and all(len(hint) <= 80 for hint in hints), terminal.seen
     terminal.type(b"hi\n")
-    time.sleep(0.5)
+    while not re.search(rb"> hi\r\n[^\r]", terminal.seen):  # a word of the reply
+        assert terminal.read(), terminal.seen
     terminal.type(b"\x03")
     terminal.wait_for(b"\r\ninterrupted\r\n> ")
     terminal.type(b"\x03")

@@ -24,6 +24,7 @@ def test_same_text(tmp_path, flags):
         drafted, stats = run_stats(tmp_path, *flags, *draft)
         assert drafted.stdout == plain.stdout, draft
         assert 0 < stats["draft"]["accepted"] <= stats["draft"]["proposed"], draft
+        assert (b"the smaller model has a cache of its own" in drafted.stderr) == ("--draft-model" in draft)
         assert re.search(rb"draft +\d+ of \d+ guessed tokens right", drafted.stderr)
 
 

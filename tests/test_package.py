@@ -158,6 +158,11 @@ def test_python_drafts(deeptutor):
     assert caught.value.status == "DT_ERR_ARGUMENT"
     with pytest.raises(TypeError):
         deeptutor.Draft(model)
+    with pytest.raises(TypeError, match="a Draft or"):
+        next(session.generate("A", draft="model"))
+    for wrong in ({"kv_type": "q8_0"}, {"prefill": "fast"}):
+        with pytest.raises(ValueError, match="must be .* or "):
+            deeptutor.Session(model, **wrong)
 
 
 def test_python_log(deeptutor):

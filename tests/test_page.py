@@ -179,6 +179,10 @@ def test_on_a_phone_in_chinese(browser, server, scheme):
         "const a = document.getElementById('composer').getBoundingClientRect(), b = document.querySelector('aside')"
         ".getBoundingClientRect(); return a.bottom > b.top + 1;")
     assert not overlap
+    open_page(browser, server, width=360, height=740, scheme=scheme)
+    assert abs(browser.execute_script("return document.getElementById('fresh').getBoundingClientRect().top - "
+                                      "document.getElementById('language').getBoundingClientRect().top;")) < 8
+    Select(get(browser, "language")).select_by_value("zh")
     untranslated = browser.execute_script(
         "return Array.from(document.querySelectorAll('[data-text]')).filter((e) => /^[A-Za-z ,]+$/.test(e.textContent)).map("
         "(e) => e.dataset.text);")

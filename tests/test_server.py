@@ -188,6 +188,7 @@ def test_json_schema(server):
     ({"messages": user("x"), "grammar": "root ::= ("}, "grammar"), ({"messages": user("x"), "stream": "yes"}, "stream"),
     ({"messages": user("x"), "response_format": {"type": "xml"}}, "response_format"),
     ({"messages": user("x"), "eviction": {"preset": "nonesuch"}}, "nonesuch"), ({"messages": user("x"), "eviction": 3}, "eviction"),
+    ({"messages": user("x"), "eviction": {"presets": "docqa"}}, '"presets"; it takes enabled, preset'),
     ({"messages": user("x"), "eviction": {"config": {"0-99": {"policy": "no"}}}}, "policy"),
     ({"messages": user(WORDS * 100)}, "1024"),
 ])

@@ -232,7 +232,7 @@ async function begin() {
     $("model").textContent = server.model;
     $("key-row").hidden = !server.api_key;
     $("max-tokens").placeholder = server.max_tokens ?? "";
-    const own = server.eviction.enabled ? [new Option(server.eviction.name, "")] : [];
+    const own = server.eviction.enabled ? [new Option(server.eviction.name.replace(/^preset /, ""), "")] : [];
     const others = server.eviction.presets.filter((name) => !server.eviction.enabled || server.eviction.name !== `preset ${name}`);
     $("preset").replaceChildren(...own, ...others.map((name) => new Option(name, name)));
     if ([...$("preset").options].some((option) => option.value === kept.preset)) $("preset").value = kept.preset;

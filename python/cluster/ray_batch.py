@@ -5,7 +5,8 @@
 
 The model's path must be good on every machine. Rows go to whichever worker is free; a worker that is lost is started again by Ray, and
 its row with it. Every result is written as a line when it is there, and the same command goes on where one was stopped. What a row may
-hold here: messages or prompt, max_tokens, temperature, top_p, top_k, min_p, seed, stop, json_schema, grammar, response_format.
+hold here: messages or prompt, max_tokens, temperature, top_p, top_k, min_p, repeat_penalty, repeat_last_n, seed, stop, ignore_eos,
+json_schema, grammar, response_format.
 
 Invariant: each row of the input has one line in the output, which carries its number as "line", however often workers or this program
 were lost.
@@ -17,8 +18,13 @@ import sys
 import time
 
 SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "grammar": "grammar",
-            "repeat_penalty": "repeat_penalty"}
-REFUSED = ("tools", "logit_bias", "logprobs", "echo", "suffix")
+            "repeat_penalty": "repeat_penalty", "repeat_last_n": "repeat_last_n", "ignore_eos": "ignore_end"}
+# what ./deeptutor-batch takes of each; beyond that the library would take a number for something else
+NUMBERS = {"temperature": (0, 100), "top_p": (0, 1), "min_p": (0, 1), "repeat_penalty": (0.01, 100)}
+WHOLE_NUMBERS = {"top_k": (-2**31, 2**31 - 1), "repeat_last_n": (-1, 2**31 - 1), "seed": (-2**63, 2**63 - 1), "max_tokens": (0, 2**31 - 1),
+                 "max_completion_tokens": (0, 2**31 - 1)}
+REFUSED = ("tools", "functions", "logit_bias", "logprobs", "echo", "suffix", "audio", "prediction", "images", "frequency_penalty",
+           "presence_penalty", "eviction")
 
 
 class BadRow(Exception):
@@ -119,6 +125,14 @@ def flatten(content):
     return content or ""
 
 
+def check_numbers(body):
+    for rows, kinds, what in ((NUMBERS, (int, float), "number"), (WHOLE_NUMBERS, (int,), "whole number")):
+        for name, (least, most) in rows.items():
+            value = body.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most):
+                raise BadRow(f"{name} must be a {what} from {least} to {most}")
+
+
 def sampling_of(body, defaults):
     settings = dict(defaults)
     for name, ours in SAMPLING.items():
@@ -150,9 +164,9 @@ class Engine:
         body = row["body"]
         for name in REFUSED:
             if body.get(name):
-                raise BadRow(f"{name} is not supported here")
-        if body.get("n", 1) != 1:
-            raise BadRow("n must be 1 here")
+                raise BadRow(f"{name} is not supported here; leave it out")
+        if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+            raise BadRow("n and best_of must be 1 here")
         if not row["chat"]:
             if not isinstance(body.get("prompt"), str):
                 raise BadRow("prompt must be a string")
@@ -166,7 +180,9 @@ class Engine:
     def generate(self, row):
         body, text = row["body"], ""
         prompt = self.prompt_of(row)
-        most = body.get("max_completion_tokens") or body.get("max_tokens") or self.options["max_tokens"]
+        check_numbers(body)
+        given = (body.get("max_completion_tokens"), body.get("max_tokens"))
+        most = next((n for n in given if n is not None), self.options["max_tokens"])
         stops = body.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
         n, data, finish = 0, b"", "stop"

@@ -33,6 +33,12 @@ def set_log(function):
     lib.dt_log_set(_log, None)
 
 
+def _choice(what, choices, name):
+    if name not in choices:
+        raise ValueError(f"{what} must be {' or '.join(choices)}, not {name!r}")
+    return choices[name]
+
+
 class Model:
     """Weights and tokenizer of a GGUF file."""
 
@@ -139,8 +145,8 @@ class Session:
         self.seed = None
         self._handle = ctypes.c_void_p()
         settings = self._eviction(eviction, max_cache_size, min_cache_size)
-        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=threads, kv_type=_KV_TYPES[kv_type],
-                                   prefill=_PREFILLS[prefill], eviction=settings, kv_memory=kv_memory)
+        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=threads, kv_type=_choice("kv_type", _KV_TYPES, kv_type),
+                                   prefill=_choice("prefill", _PREFILLS, prefill), eviction=settings, kv_memory=kv_memory)
         try:
             call("dt_session_new", model._handle, ctypes.byref(params), ctypes.byref(self._handle))
         finally:
@@ -181,6 +187,8 @@ class Session:
         """Yields tokens after `prompt` (text or tokens) until an end token, n_predict of them, or the context's end.
 
         draft: a Draft, or "lookup" for one that lasts as long as this reply. sampling: temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, grammar, json_schema, ignore_end."""
+        if draft is not None and draft != "lookup" and not isinstance(draft, Draft):
+            raise TypeError(f'draft must be a Draft or "lookup", not {draft!r}')
         tokens = self.model.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         sampler = _Sampler(self.model, **sampling)
         self.seed = lib.dt_sampler_seed(sampler.handle)
