@@ -78,7 +78,10 @@ static char *content_of(dt_reader *r, const json_t *message, size_t index) {
     const json_t *content = dt_reader_field(message, "content");
     if (content == NULL || json_is_string(content)) {
         char *text = strdup(content != NULL ? json_string_value(content) : "");
-        return text != NULL || dt_reader_no_memory(r) ? text : NULL;
+        if (text == NULL) {
+            dt_reader_no_memory(r);
+        }
+        return text;
     }
     dt_text text = {0};
     dt_text_add(&text, "%s", "");

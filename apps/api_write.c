@@ -6,6 +6,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "api.h"
+#include "json_parts.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -103,7 +104,7 @@ static json_t *chat_token(const dt_api *api, int32_t token, float logprob) {
     const size_t n = bytes_of(api, token, bytes, sizeof bytes);
     json_t *list = json_array();
     for (size_t i = 0; i < n; i++) {
-        json_array_append_new(list, json_integer((unsigned char)bytes[i]));
+        dt_json_append(&list, json_integer((unsigned char)bytes[i]));
     }
     return json_pack("{s:o,s:f,s:o}", "token", text_json(bytes, n), "logprob", finite_logprob(logprob), "bytes", list);
 }
@@ -115,11 +116,11 @@ static json_t *chat_logprobs(const dt_api *api, const dt_job *job, const delta *
         for (int32_t k = 0; k < job->n_top; k++) {
             const dt_top *top = &d->tops[i * (size_t)job->n_top + (size_t)k];
             if (top->token >= 0) {
-                json_array_append_new(tops, chat_token(api, top->token, top->logprob));
+                dt_json_append(&tops, chat_token(api, top->token, top->logprob));
             }
         }
-        json_object_set_new(entry, "top_logprobs", tops);
-        json_array_append_new(content, entry);
+        dt_json_set(&entry, "top_logprobs", tops);
+        dt_json_append(&content, entry);
     }
     return json_pack("{s:o}", "content", content);
 }
@@ -131,18 +132,18 @@ typedef struct completion_logprobs {
 static void add_completion_record(const dt_api *api, completion_logprobs *to, const dt_record *record, const dt_top *tops,
                                   int32_t n_top, size_t offset) {
     const bool known = !isnan(record->logprob);
-    json_array_append_new(to->tokens, token_name(api, record->token));
-    json_array_append_new(to->logprobs, known ? json_real(finite_logprob(record->logprob)) : json_null());
-    json_array_append_new(to->offsets, json_integer((json_int_t)offset));
+    dt_json_append(&to->tokens, token_name(api, record->token));
+    dt_json_append(&to->logprobs, known ? json_real(finite_logprob(record->logprob)) : json_null());
+    dt_json_append(&to->offsets, json_integer((json_int_t)offset));
     json_t *object = known ? json_object() : json_null();
     for (int32_t k = n_top - 1; known && k >= 0; k--) { /* tokens of equal names: the likeliest stays */
         if (tops[k].token >= 0) {
             json_t *name = token_name(api, tops[k].token);
-            json_object_set_new(object, json_string_value(name), json_real(finite_logprob(tops[k].logprob)));
+            dt_json_set(&object, json_string_value(name), json_real(finite_logprob(tops[k].logprob)));
             json_decref(name);
         }
     }
-    json_array_append_new(to->tops, object);
+    dt_json_append(&to->tops, object);
 }
 
 /* prompt: with the prompt's tokens before those of the delta. offset: where the delta's text begins. */
@@ -180,7 +181,7 @@ static json_t *usage_json(const dt_request *request) {
         }
     }
     return json_pack("{s:I,s:I,s:I,s:{s:I}}", "prompt_tokens", (json_int_t)n_prompt, "completion_tokens", (json_int_t)n_generated,
-                     "total_tokens", (json_int_t)(n_prompt + n_generated), "prompt_tokens_details", "cached_tokens",
+                     "total_tokens", (json_int_t)n_prompt + (json_int_t)n_generated, "prompt_tokens_details", "cached_tokens",
                      (json_int_t)n_cached);
 }
 
@@ -193,15 +194,15 @@ static json_t *head(const dt_api *api, const dt_request *request, bool chunk) {
 }
 
 /* What was evicted, where something was: nothing is let go silently. */
-static void add_eviction(json_t *json, const dt_request *request) {
+static void add_eviction(json_t **json, const dt_request *request) {
     int64_t evicted = 0;
     for (size_t i = 0; i < request->n_jobs; i++) {
         evicted += request->jobs[i]->evicted_tokens;
     }
     const dt_eviction *eviction = request->jobs[0]->eviction;
     if (eviction != NULL) {
-        json_object_set_new(json, "eviction",
-                            json_pack("{s:s,s:I}", "name", dt_eviction_name(eviction), "evicted_tokens", (json_int_t)evicted));
+        dt_json_set(json, "eviction",
+                    json_pack("{s:s,s:I}", "name", dt_eviction_name(eviction), "evicted_tokens", (json_int_t)evicted));
     }
 }
 
@@ -229,11 +230,12 @@ static json_t *completion_choice(const dt_api *api, const dt_request *request, c
     size_t n_echo = 0;
     char *echo = request->echo && first ? prompt_text(api, job, &n_echo) : NULL;
     char *text = malloc(n_echo + d->n_text + 1);
-    if (text == NULL) {
+    if (text == NULL || (echo == NULL && n_echo > 0)) {
         free(echo);
+        free(text);
         return NULL;
     }
-    if (n_echo > 0 && echo != NULL) {
+    if (n_echo > 0) {
         memcpy(text, echo, n_echo);
     }
     memcpy(text + n_echo, d->text, d->n_text);
@@ -261,18 +263,17 @@ char *dt_api_answer(const dt_api *api, const dt_request *request) {
             delta d;
             good = take_delta(job, c, 0, 0, request->kind == DT_API_COMPLETION, &d);
             if (good) {
-                json_array_append_new(choices, request->kind == DT_API_CHAT
-                                                   ? chat_choice(api, job, &d, index)
-                                                   : completion_choice(api, request, job, &d, index, true));
+                dt_json_append(&choices, request->kind == DT_API_CHAT ? chat_choice(api, job, &d, index)
+                                                                      : completion_choice(api, request, job, &d, index, true));
                 free_delta(&d);
             }
         }
     }
-    json_object_set_new(json, "choices", choices);
-    json_object_set_new(json, "usage", usage_json(request));
-    add_eviction(json, request);
+    dt_json_set(&json, "choices", choices);
+    dt_json_set(&json, "usage", usage_json(request));
+    add_eviction(&json, request);
     if (request->tlc && request->jobs[0]->tlc_json != NULL) {
-        json_object_set_new(json, "tlc", json_loads(request->jobs[0]->tlc_json, 0, NULL));
+        dt_json_set(&json, "tlc", json_loads(request->jobs[0]->tlc_json, 0, NULL));
     }
     if (!good) {
         json_decref(json);
@@ -330,8 +331,8 @@ static json_t *tokens_json(const dt_api *api, const json_t *body, dt_error *erro
     const bool pieces = json_is_true(json_object_get(body, "with_pieces"));
     json_t *list = json_array();
     for (size_t i = 0; i < n; i++) {
-        json_array_append_new(list, pieces ? json_pack("{s:i,s:o}", "id", (int)tokens[i], "piece", token_name(api, tokens[i]))
-                                           : json_integer(tokens[i]));
+        dt_json_append(&list, pieces ? json_pack("{s:i,s:o}", "id", (int)tokens[i], "piece", token_name(api, tokens[i]))
+                                     : json_integer(tokens[i]));
     }
     dt_free(tokens);
     return json_pack("{s:o}", "tokens", list);
@@ -481,13 +482,19 @@ static void add_event(dt_text *out, json_t *json) {
 
 static void add_chunk(const dt_stream *stream, dt_text *out, json_t *choice) {
     json_t *json = head(stream->api, stream->request, true);
-    json_object_set_new(json, "choices", choice != NULL ? json_pack("[o]", choice) : json_array());
+    dt_json_set(&json, "choices", json_pack("[o]", choice));
     if (stream->request->include_usage) {
-        json_object_set_new(json, "usage", choice != NULL ? json_null() : usage_json(stream->request));
+        dt_json_set(&json, "usage", json_null());
     }
-    if (choice == NULL) {
-        add_eviction(json, stream->request);
-    }
+    add_event(out, json);
+}
+
+/* The last one. */
+static void add_usage(const dt_stream *stream, dt_text *out) {
+    json_t *json = head(stream->api, stream->request, true);
+    dt_json_set(&json, "choices", json_array());
+    dt_json_set(&json, "usage", usage_json(stream->request));
+    add_eviction(&json, stream->request);
     add_event(out, json);
 }
 
@@ -515,11 +522,8 @@ static void add_completion_delta(const dt_stream *stream, dt_text *out, const dt
     if (d->finish == DT_FINISH_ERROR || waiting || (d->n_text == 0 && d->n_records == 0 && d->finish == DT_FINISH_NONE)) {
         return;
     }
-    json_t *choice = completion_choice(stream->api, stream->request, job, d, index, !sent->begun);
+    add_chunk(stream, out, completion_choice(stream->api, stream->request, job, d, index, !sent->begun));
     sent->begun = true;
-    if (choice != NULL) {
-        add_chunk(stream, out, choice);
-    }
 }
 
 /* What is new of one choice. True: there will be no more. */
@@ -596,7 +600,7 @@ bool dt_stream_next(dt_stream *stream, dt_text *out) {
         return true;
     }
     if (request->include_usage) {
-        add_chunk(stream, out, NULL);
+        add_usage(stream, out);
     }
     dt_text_add(out, "data: [DONE]\n\n");
     return true;

@@ -59,7 +59,6 @@ typedef struct work { /* a row underway */
 } work;
 
 typedef struct batch {
-    const batch_options *options;
     dt_api api;
     dt_batch_input *input;
     dt_batch_output *output;
@@ -333,7 +332,7 @@ static void summarize(const batch *b) {
     char time[32];
     format_time(seconds, time);
     dt_report_progress_end();
-    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed%s", (long long)(b->n_good + b->n_bad),
+    dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed%s", (long long)b->n_good + (long long)b->n_bad,
               (long long)b->n_bad, b->n_bad > 0 ? "; \"error\" in their lines says why" : "");
     if (b->n_before > 0) {
         dt_report(DT_LOG_INFO, "batch: %lld done before, %lld of them refused or failed", (long long)b->n_before,
@@ -428,7 +427,7 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
                       dt_batch_output *output) {
     dt_error error = {0};
     dt_eviction *eviction = NULL;
-    batch b = {.options = o, .input = input, .output = output, .news = {-1, -1}, .started = dt_seconds_now()};
+    batch b = {.input = input, .output = output, .news = {-1, -1}, .started = dt_seconds_now()};
     const char *slash = strrchr(o->shared.model, '/');
     b.api = (dt_api){.model = model,
                      .name = slash != NULL ? slash + 1 : o->shared.model,

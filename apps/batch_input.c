@@ -4,6 +4,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "batch_input.h"
 #include "file_lock.h"
+#include "json_parts.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -227,8 +228,8 @@ static void check_repeated(dt_batch_input *in, dt_batch_row *row) {
     const json_t *before = key != NULL ? json_object_get(in->seen, key) : NULL;
     if (before != NULL) {
         refuse(row, "its id is that of row %lld", (long long)json_integer_value(before));
-    } else if (key != NULL) {
-        json_object_set_new(in->seen, key, json_integer(row->number));
+    } else if (row->id != NULL && (key == NULL || json_object_set_new(in->seen, key, json_integer(row->number)) != 0)) {
+        refuse(row, "memory is short");
     }
     free(key);
 }
@@ -472,8 +473,8 @@ dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row,
 
 dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, json_t *object, dt_error *error) {
     if (object != NULL) {
-        json_object_set_new(object, "line", json_integer(row->number));
-        json_object_set_new(object, "settings", json_string(o->settings));
+        dt_json_set(&object, "line", json_integer(row->number));
+        dt_json_set(&object, "settings", json_string(o->settings));
     }
     char *text = object != NULL ? json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
     json_decref(object);

@@ -322,7 +322,7 @@ typedef struct crowd {
 } crowd;
 
 static dt_session_stats crowd_stats(const crowd *c) {
-    dt_session_stats sum = {0}, one;
+    dt_session_stats sum = {0}, one = {0};
     dt_group_stats group;
     for (size_t i = 0; i < c->n; i++) {
         dt_session_get_stats(c->sessions[i], &one);
@@ -552,7 +552,7 @@ static int run(void *user) {
 int main(int argc, char **argv) {
     char message[512];
     static bench b;
-    bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0", .parallel = 1, .compare = true};
+    static bench_options o = {.n_prompt = 512, .n_decode = 64, .repeats = 3, .depths = "0", .parallel = 1, .compare = true};
     dt_shared_options_init(&o.shared);
     b.options = &o;
     int exit_code;

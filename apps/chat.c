@@ -25,7 +25,6 @@ struct dt_chat {
     const char *template_name;
     dt_chat_message *messages; /* contents are owned, except a system prompt's */
     size_t n_messages, capacity;
-    bool has_system;
     int32_t *tokens; /* of the conversation, replies included */
     size_t n_tokens;
     char *before;                            /* what was rendered last turn, NULL at first */
@@ -52,6 +51,7 @@ static dt_status add_message(dt_chat *chat, const char *role, const char *conten
         return no_memory(error);
     }
     chat->messages[chat->n_messages++] = (dt_chat_message){role, copy};
+    /* cppcheck-suppress memleak ; the message has it */
     return DT_OK;
 }
 
@@ -272,6 +272,7 @@ dt_status dt_chat_turn(dt_chat *chat, const char *text, dt_error *error) {
 #define NOTE_MAGIC "DTCHAT1\n"
 
 static const char *const roles[] = {"system", "user", "assistant"};
+#define N_ROLES (sizeof roles / sizeof roles[0])
 
 static void put_number(char **to, size_t value) {
     const uint32_t number = (uint32_t)value;
@@ -304,7 +305,7 @@ dt_status dt_chat_note(const dt_chat *chat, dt_error *error) {
     put_number(&to, n_messages);
     for (size_t i = 0; i < n_messages; i++) {
         size_t role = 0;
-        while (strcmp(roles[role], chat->messages[i].role) != 0) {
+        while (role + 1 < N_ROLES && strcmp(roles[role], chat->messages[i].role) != 0) {
             role++;
         }
         put_number(&to, role);
@@ -360,7 +361,7 @@ static bool read_note(dt_chat *chat, note *from, dt_error *error) {
         return false;
     }
     for (size_t i = 0; i < n_messages; i++) {
-        char *content = get_number(from, &role) && role < sizeof roles / sizeof roles[0] ? get_text(from, error) : NULL;
+        char *content = get_number(from, &role) && role < N_ROLES ? get_text(from, error) : NULL;
         const bool added = content != NULL && add_message(chat, roles[role], content, error) == DT_OK;
         free(content);
         if (!added) {

@@ -9,6 +9,7 @@
 #define _DEFAULT_SOURCE /* flock, strdup */
 #include "conversations_internal.h"
 #include "file_lock.h"
+#include "json_parts.h"
 #include "report.h"
 
 #include <dirent.h>
@@ -24,7 +25,8 @@
 
 #define PATH_BYTES 4096
 #define INDEX_VERSION 1
-#define SAVE_MIN_TOKENS 32 /* computing fewer again costs less than their file */
+#define INDEX_BYTES_MAX ((off_t)32 << 20) /* read as a whole; a conversation of more text stays in memory only */
+#define SAVE_MIN_TOKENS 32                /* computing fewer again costs less than their file */
 
 static bool path_of(const dt_conversations *all, uint64_t id, const char *ending, char out[PATH_BYTES]) {
     const int n = snprintf(out, PATH_BYTES, "%s/conversation-%016llx%s", all->folder, (unsigned long long)id, ending);
@@ -51,7 +53,7 @@ void dt_conversations_delete_files(dt_conversations *all, dt_conversation *c) {
 static json_t *numbers(const int32_t *tokens, size_t n) {
     json_t *array = json_array();
     for (size_t i = 0; i < n; i++) {
-        json_array_append_new(array, json_integer(tokens[i]));
+        dt_json_append(&array, json_integer(tokens[i]));
     }
     return array;
 }
@@ -59,14 +61,14 @@ static json_t *numbers(const int32_t *tokens, size_t n) {
 static json_t *index_of(const dt_conversations *all, const dt_conversation *c) {
     json_t *anchors = json_array();
     for (size_t i = 0; i < c->n_anchors; i++) {
-        json_array_append_new(anchors, json_pack("[I,I]", (json_int_t)c->anchors[i].n_text, (json_int_t)c->anchors[i].n_tokens));
+        dt_json_append(&anchors, json_pack("[I,I]", (json_int_t)c->anchors[i].n_text, (json_int_t)c->anchors[i].n_tokens));
     }
     json_t *index = json_pack("{s:i,s:s,s:s,s:I,s:I,s:o,s:o}", "version", INDEX_VERSION, "model", all->identity, "eviction", c->key,
                               "computed", (json_int_t)c->n_computed, "whole_from", (json_int_t)c->whole_from, "anchors", anchors,
                               "tokens", numbers(c->tokens, c->n_tokens));
     if (index != NULL && c->text != NULL) {
-        json_object_set_new(index, "prompt", json_stringn(c->text, c->n_prompt_text));
-        json_object_set_new(index, "reply", json_stringn(c->text + c->n_prompt_text, c->n_text - c->n_prompt_text));
+        dt_json_set(&index, "prompt", json_stringn(c->text, c->n_prompt_text));
+        dt_json_set(&index, "reply", json_stringn(c->text + c->n_prompt_text, c->n_text - c->n_prompt_text));
     }
     return index;
 }
@@ -76,7 +78,9 @@ static bool write_index(const dt_conversations *all, const dt_conversation *c) {
     json_t *index = index_of(all, c);
     bool written = index != NULL && path_of(all, c->id, ".json", path) && path_of(all, c->id, ".json.part", part);
     const int file = written ? open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600) : -1;
-    written = file >= 0 && json_dumpfd(index, file, JSON_COMPACT) == 0 && fsync(file) == 0;
+    struct stat info;
+    written = file >= 0 && json_dumpfd(index, file, JSON_COMPACT) == 0 && fstat(file, &info) == 0 &&
+              info.st_size <= INDEX_BYTES_MAX && fsync(file) == 0;
     if (file >= 0) {
         written = close(file) == 0 && written;
         written = written && rename(part, path) == 0;
@@ -141,11 +145,23 @@ static bool read_anchors(dt_conversation *c, const json_t *array) {
     return c->anchors != NULL;
 }
 
+/* NULL: nothing that this wrote. Whatever lies there, a pipe is not waited for, and no more is read than was ever written. */
+static json_t *load_index(const char *path) {
+    struct stat info;
+    const int file = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    const bool fits = file >= 0 && fstat(file, &info) == 0 && S_ISREG(info.st_mode) && info.st_size <= INDEX_BYTES_MAX;
+    json_t *index = fits ? json_loadfd(file, 0, NULL) : NULL;
+    if (file >= 0) {
+        close(file);
+    }
+    return index;
+}
+
 /* One index; a file that isn't ours or no longer fits is left alone. */
 static void read_index(dt_conversations *all, uint64_t id) {
     char path[PATH_BYTES];
     struct stat info;
-    json_t *index = path_of(all, id, ".json", path) ? json_load_file(path, 0, NULL) : NULL;
+    json_t *index = path_of(all, id, ".json", path) ? load_index(path) : NULL;
     const char *identity = json_string_value(json_object_get(index, "model"));
     const char *key = json_string_value(json_object_get(index, "eviction"));
     const int64_t computed = small_number(json_object_get(index, "computed"));
@@ -296,7 +312,8 @@ static uint64_t write_files(const dt_conversations *all, const dt_conversation *
         return 0;
     }
     if (!write_index(all, c)) {
-        dt_report(DT_LOG_WARN, "the index of a conversation can't be written to %s", all->folder);
+        dt_report(DT_LOG_WARN, "the index of a conversation can't be written to %s, or is larger than %d MiB", all->folder,
+                  (int)(INDEX_BYTES_MAX >> 20));
         return 0;
     }
     return stat(path, &info) == 0 ? (uint64_t)info.st_size : 1;

@@ -7,6 +7,7 @@
  */
 #include "eval.h"
 
+#include <assert.h>
 #include <stdlib.h>
 
 typedef struct calibration {
@@ -93,6 +94,7 @@ dt_status eval_calibrate(eval *e, dt_error *error) {
     for (int32_t i = 0; i < info->n_layers; i++) {
         n_lanes += (size_t)info->n_kv_heads[i];
     }
+    assert(n_lanes > 0);
     c.kept = calloc(n_lanes, sizeof *c.kept);
     dt_status status =
         c.kept != NULL ? dt_calibration_new(e->model, &c.learned, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");

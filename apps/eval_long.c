@@ -97,9 +97,9 @@ static void report(const eval *e, const eval_setting *setting, const piece *piec
         fresh += p->nll_fresh / (double)n_pieces;
     }
     printf("perplexity %.3f, begun %lld tokens before each piece %.3f: %+.2f %%\n", exp(nll), (long long)e->options->n_context,
-           exp(fresh), 100 * (exp(nll - fresh) - 1));
+           exp(fresh), 100 * expm1(nll - fresh));
     json_array_append_new(rows, json_pack("{sf sf sf sf so}", "budget_share", setting->kept, "nll", nll, "nll_fresh", fresh,
-                                          "excess", exp(nll - fresh) - 1, "pieces", list));
+                                          "excess", expm1(nll - fresh), "pieces", list));
 }
 
 dt_status eval_long(eval *e, dt_error *error) {

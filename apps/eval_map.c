@@ -5,6 +5,7 @@
  */
 #include "eval_map.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -33,6 +34,7 @@ eval_map *eval_map_new(const eval *e) {
         map->most_lanes = map->info->n_kv_heads[i] > map->most_lanes ? map->info->n_kv_heads[i] : map->most_lanes;
     }
     const size_t n_layers = (size_t)map->info->n_layers, n = e->n_settings * n_layers;
+    assert(n > 0 && map->most_lanes > 0);
     map->kept = calloc(n * EVAL_MAP_BINS, sizeof *map->kept);
     map->lanes = calloc(n * (size_t)map->most_lanes, sizeof *map->lanes);
     map->mass_kept = calloc(n, sizeof *map->mass_kept);

@@ -153,12 +153,8 @@ static dt_status find_template(needle_run *r, dt_error *error) {
             return eval_fail(error, DT_ERR_UNSUPPORTED, "the chat template does not repeat the user's text; use --form text");
         }
         *at = 0;
-        r->before = calloc(1, strlen(text) + 1);
-        r->after = calloc(1, strlen(at + sizeof mark - 1) + 1);
-        if (r->before != NULL && r->after != NULL) {
-            strcpy(r->before, text);
-            strcpy(r->after, at + sizeof mark - 1);
-        }
+        r->before = strdup(text);
+        r->after = strdup(at + sizeof mark - 1);
         dt_free(text);
     }
     return r->before != NULL && r->after != NULL ? DT_OK : eval_fail(error, DT_ERR_MEMORY, "out of memory");

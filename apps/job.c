@@ -93,10 +93,18 @@ static float log_probabilities(const float *logits, int32_t n_vocab, int32_t tok
 
 static bool grow_records(dt_job *job, dt_record **records, dt_top **tops, size_t capacity) {
     dt_record *grown = realloc(*records, capacity * sizeof *grown);
-    *records = grown != NULL ? grown : *records;
-    dt_top *more = job->n_top > 0 ? realloc(*tops, capacity * (size_t)job->n_top * sizeof *more) : NULL;
-    *tops = more != NULL ? more : *tops;
-    return grown != NULL && (more != NULL || job->n_top == 0);
+    if (grown == NULL) {
+        return false;
+    }
+    *records = grown;
+    if (job->n_top > 0) {
+        dt_top *more = realloc(*tops, capacity * (size_t)job->n_top * sizeof *more);
+        if (more == NULL) {
+            return false;
+        }
+        *tops = more;
+    }
+    return true;
 }
 
 static dt_record make_record(const dt_job *job, const dt_model *model, int32_t token, const float *logits, dt_top *tops) {

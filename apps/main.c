@@ -469,7 +469,7 @@ static int run_all(void *user) {
         dt_report(DT_LOG_INFO, "interrupted");
     } else if (status != DT_OK) {
         exit_code = dt_report_failure(&error, true);
-    } else if ((status = dt_model_open(o->shared.model, &model_params, &model, &error)) != DT_OK) {
+    } else if (dt_model_open(o->shared.model, &model_params, &model, &error) != DT_OK) {
         exit_code = dt_report_failure(&error, false);
     } else {
         exit_code = with_model(o, &t, model, stats, begun);

@@ -9,6 +9,7 @@
 #include "options_foreign.h"
 #include "report.h"
 
+#include <assert.h>
 #include <stdarg.h>
 #include <string.h>
 #include <unistd.h>
@@ -297,6 +298,7 @@ static bool set_value(const dt_option *option, const char *name, const char *tex
     void *member = (char *)options + option->offset;
     double number = 0;
     int64_t whole = 0;
+    assert(text != NULL || option->kind == DT_OPTION_ON || option->kind == DT_OPTION_OFF);
     switch (option->kind) {
     case DT_OPTION_ON:
     case DT_OPTION_OFF:

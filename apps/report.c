@@ -8,6 +8,7 @@
 #define _DEFAULT_SOURCE         /* realpath, strdup, TIOCGWINSZ on glibc */
 #define _DARWIN_C_SOURCE        /* TIOCGWINSZ on macOS */
 #include "report.h"
+#include "json_parts.h"
 
 #include <jansson.h>
 
@@ -385,8 +386,7 @@ static json_t *json_layers(const dt_session *session, int32_t n_layers) {
     for (int32_t i = 0; i < n_layers; i++) {
         dt_layer_stats layer;
         if (dt_session_get_layer_stats(session, i, &layer) == DT_OK) {
-            json_array_append_new(list,
-                                  json_pack("{s:i, s:s, s:i, s:i, s:o, s:i, s:I}", "layer", (int)i, "policy", layer.policy,
+            dt_json_append(&list, json_pack("{s:i, s:s, s:i, s:i, s:o, s:i, s:I}", "layer", (int)i, "policy", layer.policy,
                                             "max_cache_size", (int)layer.max_cache_size, "length", (int)layer.length, "mean_length",
                                             json_number(layer.mean_length), "slots_used", (int)layer.slots_used, "evicted_tokens",
                                             (json_int_t)tokens_let_go(session, &layer)));
@@ -401,35 +401,34 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
     dt_session_get_stats(session, &s);
     json_t *tokens = json_array();
     for (int64_t i = 0; i < numbers->generated_tokens; i++) {
-        json_array_append_new(tokens, json_integer(numbers->generated[i]));
+        dt_json_append(&tokens, json_integer(numbers->generated[i]));
     }
     json_t *root = json_object();
-    json_object_set_new(root, "model", json_text(numbers->model));
-    json_object_set_new(root, "arch", json_text(info->architecture));
-    json_object_set_new(root, "n_layers", json_integer(info->n_layers));
-    json_object_set_new(root, "threads", json_integer(s.n_threads));
-    json_object_set_new(root, "kernel", json_text(s.kernel));
-    json_object_set_new(root, "device", json_text(info->device));
-    json_object_set_new(root, "prompt_tokens", json_integer(numbers->prompt_tokens));
-    json_object_set_new(root, "prefill_ms", json_number(s.prefill_ms));
-    json_object_set_new(root, "prefill_tps", json_number(per_second(s.prefill_tokens, s.prefill_ms)));
-    json_object_set_new(root, "generated_tokens", json_integer(numbers->generated_tokens));
-    json_object_set_new(root, "decode_ms", json_number(s.decode_ms));
-    json_object_set_new(root, "decode_tps", json_number(per_second(s.decode_tokens, s.decode_ms)));
-    json_object_set_new(root, "load_ms", json_number(numbers->load_ms));
-    json_object_set_new(root, "reused_tokens", json_integer(numbers->reused_tokens));
-    json_object_set_new(root, "kv_bytes", json_integer((json_int_t)s.kv_bytes));
-    json_object_set_new(root, "kv_bytes_peak", json_integer((json_int_t)s.kv_bytes_peak));
-    json_object_set_new(root, "kv_bytes_full", json_integer((json_int_t)s.kv_bytes_full));
-    json_object_set_new(root, "rss_bytes_peak", json_integer(rss_bytes_peak()));
-    json_object_set_new(root, "eviction",
-                        json_pack("{s:b, s:I, s:I, s:o}", "enabled", (int)numbers->eviction, "rounds",
-                                  (json_int_t)s.eviction_rounds, "evicted_tokens", (json_int_t)s.evicted_tokens, "ms",
-                                  json_number(s.eviction_ms)));
-    json_object_set_new(
-        root, "draft", json_pack("{s:I, s:I}", "proposed", (json_int_t)s.draft_proposed, "accepted", (json_int_t)s.draft_accepted));
-    json_object_set_new(root, "layers", json_layers(session, info->n_layers));
-    json_object_set_new(root, "generated_token_ids", tokens);
+    dt_json_set(&root, "model", json_text(numbers->model));
+    dt_json_set(&root, "arch", json_text(info->architecture));
+    dt_json_set(&root, "n_layers", json_integer(info->n_layers));
+    dt_json_set(&root, "threads", json_integer(s.n_threads));
+    dt_json_set(&root, "kernel", json_text(s.kernel));
+    dt_json_set(&root, "device", json_text(info->device));
+    dt_json_set(&root, "prompt_tokens", json_integer(numbers->prompt_tokens));
+    dt_json_set(&root, "prefill_ms", json_number(s.prefill_ms));
+    dt_json_set(&root, "prefill_tps", json_number(per_second(s.prefill_tokens, s.prefill_ms)));
+    dt_json_set(&root, "generated_tokens", json_integer(numbers->generated_tokens));
+    dt_json_set(&root, "decode_ms", json_number(s.decode_ms));
+    dt_json_set(&root, "decode_tps", json_number(per_second(s.decode_tokens, s.decode_ms)));
+    dt_json_set(&root, "load_ms", json_number(numbers->load_ms));
+    dt_json_set(&root, "reused_tokens", json_integer(numbers->reused_tokens));
+    dt_json_set(&root, "kv_bytes", json_integer((json_int_t)s.kv_bytes));
+    dt_json_set(&root, "kv_bytes_peak", json_integer((json_int_t)s.kv_bytes_peak));
+    dt_json_set(&root, "kv_bytes_full", json_integer((json_int_t)s.kv_bytes_full));
+    dt_json_set(&root, "rss_bytes_peak", json_integer(rss_bytes_peak()));
+    dt_json_set(&root, "eviction",
+                json_pack("{s:b, s:I, s:I, s:o}", "enabled", (int)numbers->eviction, "rounds", (json_int_t)s.eviction_rounds,
+                          "evicted_tokens", (json_int_t)s.evicted_tokens, "ms", json_number(s.eviction_ms)));
+    dt_json_set(&root, "draft",
+                json_pack("{s:I, s:I}", "proposed", (json_int_t)s.draft_proposed, "accepted", (json_int_t)s.draft_accepted));
+    dt_json_set(&root, "layers", json_layers(session, info->n_layers));
+    dt_json_set(&root, "generated_token_ids", tokens);
     return root;
 }
 

@@ -188,6 +188,9 @@ static int refuse_early(dt_exchange *e, const char *method, const char **out_mes
 }
 
 static void add_body(dt_exchange *e, const char *bytes, size_t n) {
+    if (e->no_memory) {
+        return;
+    }
     if (e->too_large || n > e->http->params.body_bytes_max - e->n_body) {
         e->too_large = true;
         return;
@@ -196,7 +199,7 @@ static void add_body(dt_exchange *e, const char *bytes, size_t n) {
         const size_t capacity = 2 * e->body_capacity + n;
         char *grown = realloc(e->body, capacity);
         if (grown == NULL) {
-            e->too_large = true;
+            e->no_memory = true;
             return;
         }
         e->body = grown;
@@ -230,6 +233,9 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
     }
     if (e->too_large) {
         return dt_http_send_error(connection, 413, "the body is larger than this server takes (--max-body)");
+    }
+    if (e->no_memory) {
+        return dt_http_send_error(connection, 503, "the server is out of memory for the body; try again later");
     }
     MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u); /* an answer may take long */
     return e->route->answer(e);
@@ -301,6 +307,7 @@ static int listen_at(const dt_http_params *p, int *out_port, dt_error *error) {
         }
         return -1;
     }
+    /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): getsockname has filled it in; glibc hides that in a union */
     *out_port = ntohs(bound.ss_family == AF_INET6 ? ((const struct sockaddr_in6 *)&bound)->sin6_port
                                                   : ((const struct sockaddr_in *)&bound)->sin_port);
     return s;

@@ -22,7 +22,7 @@ typedef struct dt_exchange { /* a request and its answer */
     struct MHD_Connection *connection;
     char *body;
     size_t n_body, body_capacity;
-    bool too_large, http_1_0;
+    bool too_large, no_memory, http_1_0;
     const struct route *route;
     const dt_page_file *page;
 } dt_exchange;

@@ -2,6 +2,7 @@
  * The live view of a cache. See tlc_json.h.
  */
 #include "tlc_json.h"
+#include "json_parts.h"
 
 #include <jansson.h>
 #include <string.h>
@@ -55,7 +56,7 @@ static json_t *layer_json(const dt_session *session, int32_t layer, int32_t n_he
     memset(strip, 'f', CELLS);
     strip[CELLS] = 0;
     if (strips && n_tokens > 0 && (stats.mean_length >= (double)n_tokens || strip_of(session, layer, n_heads, n_tokens, strip))) {
-        json_object_set_new(json, "strip", json_string(strip));
+        dt_json_set(&json, "strip", json_string(strip));
     }
     return json;
 }
@@ -82,12 +83,12 @@ char *dt_tlc_json(const dt_model *model, const dt_job *job, const dt_session *se
                              (json_int_t)stats.eviction_rounds, "evicted_tokens", (json_int_t)stats.evicted_tokens, "cells", CELLS);
     json_t *layers = json_array();
     for (int32_t i = 0; json != NULL && i < info->n_layers; i++) {
-        json_array_append_new(layers, layer_json(session, i, info->n_kv_heads[i], n_tokens, strips));
+        dt_json_append(&layers, layer_json(session, i, info->n_kv_heads[i], n_tokens, strips));
     }
     if (strips) {
-        json_object_set_new(json, "strip_tokens", json_integer((json_int_t)n_tokens));
+        dt_json_set(&json, "strip_tokens", json_integer((json_int_t)n_tokens));
     }
-    json_object_set_new(json, "layers", layers);
+    dt_json_set(&json, "layers", layers);
     char *text = json != NULL ? json_dumps(json, JSON_COMPACT | JSON_REAL_PRECISION(6)) : NULL;
     json_decref(json);
     return text;

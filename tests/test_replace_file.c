@@ -4,9 +4,11 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include "base/open_locked.h"
 #include "base/replace_file.h"
 #include "support/cmocka_all.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +17,8 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#define TURNS 3000
 
 typedef struct place {
     char folder[64], target[128];
@@ -145,11 +149,50 @@ static void test_what_is_still_made(void **state) {
     assert_int_not_equal(access(elsewhere, F_OK), 0);
 }
 
+/* Takes a lock file, is alone, and removes it with the lock: what two at once would do. */
+static int take_turns(const place *p) {
+    const char *const path = path_of(p, ".lock"), *const inside = path_of(p, ".inside");
+    for (int done = 0; done < TURNS;) {
+        bool locked = false;
+        const int file = dt_open_locked(path, O_RDWR | O_CREAT, &locked);
+        if (file < 0 && errno != EWOULDBLOCK) {
+            return 1;
+        }
+        if (file >= 0) {
+            const int alone = open(inside, O_WRONLY | O_CREAT | O_EXCL, 0600);
+            if (!locked || alone < 0 || close(alone) != 0 || unlink(inside) != 0 || unlink(path) != 0) {
+                return 1;
+            }
+            close(file);
+            done++;
+        }
+    }
+    return 0;
+}
+
+static void test_one_at_a_time(void **state) {
+    const place *p = *state;
+    pid_t children[3];
+    for (int i = 0; i < 3; i++) {
+        children[i] = fork();
+        assert_true(children[i] >= 0);
+        if (children[i] == 0) {
+            _exit(take_turns(p));
+        }
+    }
+    for (int i = 0; i < 3; i++) {
+        int status = -1;
+        assert_int_equal(waitpid(children[i], &status, 0), children[i]);
+        assert_int_equal(status, 0);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_as_a_whole, make_place, remove_place),
         cmocka_unit_test_setup_teardown(test_what_was_left, make_place, remove_place),
         cmocka_unit_test_setup_teardown(test_what_is_still_made, make_place, remove_place),
+        cmocka_unit_test_setup_teardown(test_one_at_a_time, make_place, remove_place),
     };
     return cmocka_run_group_tests_name("replace file", tests, NULL, NULL);
 }

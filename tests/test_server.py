@@ -594,6 +594,20 @@ def test_index_of_an_earlier_turn(model, tmp_path):
     assert b"can't be used" not in (tmp_path / "server.log").read_bytes()
 
 
+def test_index_that_nobody_wrote(model, tmp_path):
+    """A pipe is not waited for, and what is larger than any index is not taken into memory; neither is touched."""
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    os.mkfifo(folder / "conversation-0000000000000001.json")
+    large = folder / "conversation-0000000000000002.json"
+    large.write_text('{"tokens":[' + "1," * (20 << 20) + "1]}")
+    with serving(model, tmp_path, *FLAGS, "--session-dir", str(folder)) as server:
+        status = open(f"/proc/{server.process.pid}/status").read()
+        assert int(re.search(r"VmHWM:\s*(\d+) kB", status).group(1)) < 400 << 10
+        server.complete(prompt=WORDS, max_tokens=4)
+    assert large.stat().st_size > 40 << 20 and len(list(folder.iterdir())) > 2
+
+
 def test_stop(model, tmp_path):
     """SIGTERM: running replies end, waiting ones are refused, idle conversations are saved, exit 0."""
     server = Server(model, *FLAGS, "-np", "1", "--session-dir", str(tmp_path / "s"), log=str(tmp_path / "log"))

@@ -130,6 +130,7 @@ size_t dt_attn_driver_thread_bytes_split(const dt_kv_format *format, int32_t max
 
 static thread_scratch scratch_of_thread(const dt_attn_job *job, int32_t ith) {
     carver c = {.base = job->thread_scratch + job->thread_bytes * (size_t)ith};
+    assert(c.base != NULL);
     return carve_thread(&c, job->format, job->kernel->split != NULL);
 }
 
@@ -138,7 +139,7 @@ static size_t carve_plan(attn_plan *plan, const dt_kv_format *f, size_t n_lanes,
                          bool keep) {
     carver c = {.base = (char *)plan, .used = DT_ROUND_UP(sizeof(attn_plan), (size_t)64)};
     const size_t span_rows = by_span ? n_spans * n_rows : 0, tokens = (size_t)f->block_tokens;
-    attn_plan counted;
+    attn_plan counted = {0};
     attn_plan *p = plan != NULL ? plan : &counted;
     p->shares = carve(&c, DT_SHARE_RANGES, sizeof(dt_share));
     p->spans_left = carve(&c, n_lanes, sizeof(atomic_int));
@@ -318,7 +319,7 @@ static int32_t int16_query_pairs(const dt_kv_format *f) { return (score_dim(f) +
 
 static const float *query_of(const dt_attn_job *job, row_range rows, int32_t r) {
     const int32_t row = rows.first + r;
-    const size_t query = (size_t)(row / job->n_rep), head = (size_t)(rows.lane * job->n_rep + row % job->n_rep);
+    const size_t query = (size_t)(row / job->n_rep), head = (size_t)rows.lane * (size_t)job->n_rep + (size_t)(row % job->n_rep);
     return job->q + query * job->q_token_stride + head * job->q_head_stride;
 }
 
@@ -702,7 +703,7 @@ static void merge_end(const dt_attn_job *job, const thread_scratch *thread, row_
     const int32_t dim = job->format->dim_v, stride = job->format->dim_v_padded;
     for (int32_t r = 0; r < rows.n; r++) {
         const int32_t row = rows.first + r;
-        const size_t query = (size_t)(row / job->n_rep), head = (size_t)(rows.lane * job->n_rep + row % job->n_rep);
+        const size_t query = (size_t)(row / job->n_rep), head = (size_t)rows.lane * (size_t)job->n_rep + (size_t)(row % job->n_rep);
         const float inverse = thread->sum[r] > 0.0f ? 1.0f / thread->sum[r] : 0.0f;
         const float *from = thread->out + (size_t)r * (size_t)stride;
         float *to = job->out + query * job->out_token_stride + head * job->out_head_stride;
@@ -935,7 +936,7 @@ static void observe_kept(const dt_attn_job *job, const thread_scratch *thread, i
     const float *row_max = plan->row_max + (size_t)lane * n, *row_inverse = plan->row_inverse + (size_t)lane * n;
     float *factor = thread->factor_part;
     for (int32_t span = begin; span < end; span++) {
-        const size_t number = (size_t)(plan->first_span[lane] + span);
+        const size_t number = (size_t)plan->first_span[lane] + (size_t)span;
         const float *span_max = plan->span_max + number * n, *kept = plan->kept + number * n * tokens;
         for (size_t r = 0; r < n; r++) {
             factor[r] = span_max[r] == -INFINITY ? -INFINITY : span_max[r] - row_max[r];

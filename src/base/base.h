@@ -22,6 +22,10 @@
 dt_status dt_fail(dt_error *error, dt_status code, const char *format, ...) DT_PRINTF(3, 4);
 /* dt_fail for a failed allocation of `bytes` for `what`. */
 dt_status dt_fail_memory(dt_error *error, size_t bytes, const char *what);
+#ifdef __clang_analyzer__ /* sees one file at a time: it is to know that what failed did not return DT_OK */
+#define dt_fail(error, code, ...) (dt_fail(error, code, __VA_ARGS__), (code))
+#define dt_fail_memory(error, bytes, what) (dt_fail_memory(error, bytes, what), DT_ERR_MEMORY)
+#endif
 /* vsnprintf for messages of one line: too long ones end in "...", at a whole UTF-8 character; control characters become spaces, line
  * ends behind it go. */
 void dt_format_line(char *out, size_t capacity, const char *format, va_list arguments) DT_PRINTF(3, 0);

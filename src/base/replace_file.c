@@ -7,8 +7,10 @@
  * A file in the making is locked (flock) by who makes it. What a killed process left of one has a lock that nobody holds, and in its
  * name a process that is no more: the next one who writes the same target removes it.
  */
-#define _GNU_SOURCE /* realpath, fsync, flock */
+#define _GNU_SOURCE /* realpath, fsync */
 #include "base/replace_file.h"
+
+#include "base/open_locked.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -17,13 +19,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #define BUFFER_BYTES ((size_t)1 << 18)
+#define TRIES 3 /* a file in the making that another process is just removing */
 
 struct dt_replace_file {
     char *path;      /* the target, links followed */
@@ -64,18 +66,20 @@ static char *resolve(const char *path) {
 
 /* ---- what killed processes left ---- */
 
-/* Whether `path`, a file in the making of process `pid`, is nobody's any more. Our own number counts: in containers every process may
- * have the same. */
-static bool is_abandoned(const char *path, long pid) {
+/* Removes `path`, a file in the making of process `pid`, where it is nobody's any more; while its lock is held, so that it is not
+ * another one's by then. Our own number counts: in containers every process may have the same. */
+static void remove_if_abandoned(const char *path, long pid) {
     if (pid != (long)getpid() && (kill((pid_t)pid, 0) == 0 || errno != ESRCH)) {
-        return false;
+        return;
     }
-    const int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
-    const bool locked = descriptor >= 0 && flock(descriptor, LOCK_EX | LOCK_NB) == 0;
+    bool locked = false;
+    const int descriptor = dt_open_locked(path, O_RDONLY | O_NONBLOCK, &locked);
     if (descriptor >= 0) {
+        if (locked) {
+            unlink(path);
+        }
         close(descriptor);
     }
-    return locked;
 }
 
 /* Removes files in the making of `target` that are nobody's. */
@@ -96,9 +100,7 @@ static void remove_abandoned(const char *target) {
             end > 0 && entry->d_name[n_name + (size_t)end] == 0 && pid > 0) {
             memcpy(path + n_folder, name, n_name);
             snprintf(path + n_folder + n_name, 64, ".%ld.tmp", pid);
-            if (is_abandoned(path, pid)) {
-                unlink(path);
-            }
+            remove_if_abandoned(path, pid);
         }
     }
     if (folder != NULL) {
@@ -135,12 +137,12 @@ dt_status dt_replace_begin(const char *path, dt_replace_file **out, dt_error *er
     } else if (exists && access(file->path, W_OK) != 0) {
         reason = errno;
     } else {
-        remove_abandoned(file->path);
-        file->descriptor = open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        reason = errno;
-    }
-    if (file->descriptor >= 0) {
-        (void)flock(file->descriptor, LOCK_EX | LOCK_NB); /* where the file system has no locks, nothing is cleaned up */
+        bool locked = false; /* where the file system has no locks, nothing is cleaned up */
+        for (int i = 0; i < TRIES && file->descriptor < 0; i++) {
+            remove_abandoned(file->path);
+            file->descriptor = dt_open_locked(file->temporary, O_WRONLY | O_CREAT | O_EXCL, &locked);
+            reason = errno;
+        }
     }
     if (file->descriptor < 0) {
         const dt_status status = reason == EEXIST && exists && !S_ISREG(info.st_mode)

@@ -9,6 +9,7 @@
 #include "engine/eviction_config.h"
 #include "engine/session.h"
 
+#include <assert.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdlib.h>
@@ -57,6 +58,7 @@ dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_err
         c->n_lanes += model->info.n_kv_heads[i];
     }
     const size_t n = (size_t)c->n;
+    assert(c->n_lanes > 0 && model->info.n_layers > 0);
     c->lanes = calloc((size_t)c->n_lanes, sizeof *c->lanes);
     c->layer_has = calloc((size_t)model->info.n_layers, sizeof *c->layer_has);
     bool good = c->lanes != NULL && c->layer_has != NULL;

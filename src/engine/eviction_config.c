@@ -7,6 +7,7 @@
  */
 #include "engine/eviction_json.h"
 
+#include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,6 +22,7 @@
 
 int32_t dt_eviction_smallest_lane(const dt_eviction_request *request) {
     int32_t least = request->lanes != NULL ? request->lanes[0] : request->max_cache_size;
+    assert(request->lanes != NULL || request->n_lanes == 0);
     for (int32_t i = 1; i < request->n_lanes; i++) {
         least = DT_MIN(least, request->lanes[i]);
     }

@@ -46,7 +46,7 @@ struct dt_eviction {
     bool spares_windows;           /* nobody named a size: no layer gives up what its window still sees */
 };
 
-dt_status dt_eviction_config_preset(int32_t n_layers, const char *preset, dt_eviction **out, dt_error *error);
+dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_eviction **out, dt_error *error);
 dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_eviction **out, dt_error *error);
 /* text[n_bytes] as if read from the file `path`. */
 dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,

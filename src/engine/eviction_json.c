@@ -31,7 +31,7 @@ typedef struct reader {
     const char *text;
     size_t n_bytes;
     dt_eviction *eviction;
-    int32_t *owner; /* [n_layers] which key set the layer, counted from 0; -1 = none yet */
+    int32_t *owner; /* [n_layers] which key set the layer, counted from 1; 0 = none yet */
     int32_t key;    /* that is being read, counted from 0 */
     int depth;      /* of the keys that name layers: 1, or 2 inside of "layers" */
     char key_text[80];
@@ -440,11 +440,11 @@ static dt_status read_key(reader *r, const char *key) {
         warn_at(r, -1, "the model has only the layers 0 to %d, so this sets layers %s", n - 1, range);
     }
     for (int32_t layer = r->first; layer < r->end; layer++) {
-        if (r->owner[layer] >= 0) {
+        if (r->owner[layer] > 0) {
             return fail_at(r, -1, NULL, "sets layer %d, which the key on line %d sets too; every layer may be set only once", layer,
-                           line_of(r, r->owner[layer], -1));
+                           line_of(r, r->owner[layer] - 1, -1));
         }
-        r->owner[layer] = r->key;
+        r->owner[layer] = r->key + 1;
     }
     return DT_OK;
 }
@@ -499,10 +499,10 @@ static void log_unnamed(const reader *r) {
     size_t length = 0;
     for (int32_t layer = 0, end; layer < r->eviction->n_layers; layer = end) {
         end = layer + 1;
-        if (r->owner[layer] >= 0) {
+        if (r->owner[layer] > 0) {
             continue;
         }
-        while (end < r->eviction->n_layers && r->owner[end] < 0) {
+        while (end < r->eviction->n_layers && r->owner[end] == 0) {
             end++;
         }
         char range[32];
@@ -642,11 +642,8 @@ dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char
     }
     dt_status status = dt_eviction_new(n_layers, "config", path, &r.eviction, error);
     if (status == DT_OK) {
-        r.owner = malloc((size_t)n_layers * sizeof *r.owner);
+        r.owner = calloc((size_t)n_layers, sizeof *r.owner);
         status = r.owner == NULL ? dt_fail_memory(error, (size_t)n_layers * sizeof *r.owner, "eviction settings") : DT_OK;
-    }
-    for (int32_t i = 0; i < n_layers && status == DT_OK; i++) {
-        r.owner[i] = -1;
     }
     if (status == DT_OK) {
         status = read_root(&r, root);

@@ -7,6 +7,7 @@
 #include "engine/engine.h"
 #include "engine/eviction_json.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,6 +55,7 @@ static void learn(dt_eviction *preset, const dt_eviction *learned) {
     for (int32_t i = 0; i < preset->n_layers; i++) {
         if (preset->requests[i].policy != NULL) {
             preset->requests[i] = learned->requests[i];
+            assert(n > 0);
             preset->requests[i].shared_average = (int32_t)(total / n);
         }
         preset->budgets[i] = dt_eviction_complete(&preset->requests[i]);

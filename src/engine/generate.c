@@ -107,7 +107,7 @@ static dt_status verify(generation *g, dt_draft *draft, const int32_t *batch, in
 
 dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft *draft, int64_t n_predict, dt_token_fn on_token,
                               void *user, dt_generate_result *result, dt_error *error) {
-    dt_generate_result local;
+    dt_generate_result local = {0};
     result = result ? result : &local;
     *result = (dt_generate_result){.n_tokens = 0, .why = DT_STOP_LENGTH};
     const dt_status idle = dt_session_check_idle(session, error);

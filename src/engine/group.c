@@ -42,7 +42,8 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
     if (p->n_threads < 0 || p->n_threads_batch < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the number of threads can't be negative");
     }
-    const bool is_ggml = dt_kernel_is_ggml(p->kernel), no_flash = is_ggml && strcmp(p->kernel, "ggml_matmul") == 0;
+    const bool is_ggml = dt_kernel_is_ggml(p->kernel),
+               no_flash = is_ggml && p->kernel != NULL && strcmp(p->kernel, "ggml_matmul") == 0;
     const dt_attn_kernel *kernel = dt_attn_kernel_find(is_ggml ? NULL : p->kernel, error);
     if (!kernel) {
         return DT_ERR_ARGUMENT;
@@ -388,13 +389,14 @@ dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_erro
     for (size_t i = 0; i < n_steps; i++) {
         dt_step *step = &steps[i];
         if (check_step(group, step, &step->error) == DT_OK) {
-            group->parts[n++] = (dt_part){.session = step->session,
-                                          .tokens = step->tokens,
-                                          .n = step->n,
-                                          .n_outputs = 1,
-                                          .n_follow = step->n_follow,
-                                          .weight = is_decode(step) ? dt_query_weight(step->probability) : 1.0f,
-                                          .error = &step->error};
+            group->parts[n] = (dt_part){.session = step->session,
+                                        .tokens = step->tokens,
+                                        .n = step->n,
+                                        .n_outputs = 1,
+                                        .n_follow = step->n_follow,
+                                        .weight = is_decode(step) ? dt_query_weight(step->probability) : 1.0f,
+                                        .error = &step->error};
+            n++;
         }
     }
     dt_group_compute(group, group->parts, n);

@@ -116,6 +116,7 @@ static const char *show_token(const dt_vocab *vocab, int32_t token, char *out, s
     const size_t n = DT_MIN(dt_vocab_token_bytes(vocab, token, true, bytes, sizeof bytes), sizeof bytes);
     size_t used = 0;
     out[used++] = '"';
+    /* cppcheck-suppress knownConditionTrueFalse ; it takes the token for empty */
     for (size_t i = 0; i < n && used + 2 < capacity; i++) {
         out[used++] = bytes[i] >= ' ' && bytes[i] <= '~' ? bytes[i] : '?';
     }

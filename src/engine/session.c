@@ -650,14 +650,14 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
     return DT_OK;
 }
 
-dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict mode, dt_session **out, dt_error *error) {
+dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error) {
     dt_session_params params = from->params;
     const dt_status idle = dt_session_check_idle(from, error);
     if (idle != DT_OK) {
         return idle;
     }
     params.eviction = eviction;
-    params.evict = mode;
+    params.evict = evict;
     params.kernel = from->group->kernel_name; /* the caller's text may be gone */
     dt_session *s = NULL;
     dt_status status = session_new(from->model, &params, from, &s, error);
@@ -666,7 +666,7 @@ dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, d
     }
     if (status == DT_OK && s->n_tokens > 0) {
         status = dt_session_evict(s, error);
-        s->evicted_once = mode == DT_EVICT_ONCE;
+        s->evicted_once = evict == DT_EVICT_ONCE;
     }
     if (status != DT_OK) {
         dt_session_free(s);
@@ -813,7 +813,7 @@ dt_status dt_session_begin_reading(dt_session *s, int64_t n, dt_error *error) {
 dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, dt_progress_fn progress, void *user,
                           dt_sync_result *result, dt_error *error) {
     dt_session *s = session;
-    dt_sync_result local;
+    dt_sync_result local = {0};
     result = result ? result : &local;
     const int64_t start = dt_clock_us();
     dt_status status = dt_session_reuse(s, tokens, n, result, error);

@@ -14,6 +14,7 @@
 #include "engine/session.h"
 #include "engine/session_file.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -204,6 +205,7 @@ static dt_status read_tokens(reader *r, loaded *l) {
     if (n != (uint64_t)r->header.n_tokens * sizeof(int32_t)) {
         return damaged(r, "it has another number of tokens than its header says");
     }
+    assert(payload != NULL);
     l->tokens = (int32_t *)(uintptr_t)payload;
     for (uint32_t i = 0; i < r->header.n_tokens; i++) {
         if (l->tokens[i] < 0 || l->tokens[i] >= r->session->model->info.n_vocab) {
@@ -390,6 +392,7 @@ static dt_status read_lanes(reader *r, loaded *l) {
     for (int32_t layer = 0; layer < info->n_layers; layer++) {
         n_lanes += (size_t)info->n_kv_heads[layer];
     }
+    assert(n_lanes > 0);
     lane_parts all = {.parts = malloc(n_lanes * sizeof *all.parts)};
     if (all.parts == NULL) {
         return dt_fail_memory(r->error, n_lanes * sizeof *all.parts, "loading the session");

@@ -323,9 +323,10 @@ const dt_gemm_kernel *const *dt_gemm_kernels(int32_t *n) {
 }
 
 const dt_gemm_kernel *dt_gemm_kernel_auto(void) {
-    const dt_gemm_kernel *const *kernel = kernels;
-    while (!(*kernel)->supported()) {
-        kernel++;
+    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
+        if (kernels[i] != &reference && kernels[i]->supported()) {
+            return kernels[i];
+        }
     }
-    return *kernel == &reference ? NULL : *kernel;
+    return NULL;
 }

@@ -47,7 +47,7 @@ INLINE void pack_inputs_of(const float *from, int32_t tile, int32_t t, const boo
     const float scale = finite ? largest / 127.0f : NAN, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     const __m128i first = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(a, _mm512_set1_ps(inverse))));
     const __m128i last = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(b, _mm512_set1_ps(inverse))));
-    int32_t quads[8], *own = by_token ? (int32_t *)to + t * 8 : quads;
+    int32_t quads[8] = {0}, *own = by_token ? (int32_t *)to + t * 8 : quads;
     _mm_storeu_si128((__m128i *)own, first);
     _mm_storeu_si128((__m128i *)(own + 4), last);
     for (int32_t j = 0; !by_token && j < 8; j++) {

@@ -125,10 +125,10 @@ dt_status dt_devices_find(const char *spec, int32_t rpc_timeout_s, ggml_backend_
     return DT_OK;
 }
 
-dt_status dt_devices_check(const char *spec, dt_error *error) {
+dt_status dt_devices_check(const char *device, dt_error *error) {
     char name[NAME_BYTES];
     dt_status status = DT_OK;
-    while (status == DT_OK && next_name(&spec, name)) {
+    while (status == DT_OK && next_name(&device, name)) {
         status = dt_rpc_endpoint(name) != NULL ? dt_rpc_check(dt_rpc_endpoint(name), error) : DT_OK;
     }
     return status;

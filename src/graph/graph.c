@@ -9,6 +9,7 @@
 #include "graph/plan.h"
 #include "weights/ggml_calls.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -169,7 +170,8 @@ static dt_status open_devices(dt_graph *g, dt_error *error) {
 
 static dt_status allocate_ops(dt_graph *g, dt_error *error) {
     const dt_hparams *hp = &g->decoder->hp;
-    const size_t n_layers = (size_t)DT_MAX(hp->n_layers, 0);
+    const size_t n_layers = (size_t)hp->n_layers;
+    assert(hp->n_layers > 0);
     g->ops = calloc(n_layers, sizeof *g->ops);
     g->first_lane = calloc(n_layers, sizeof *g->first_lane);
     if (!g->ops || !g->first_lane) {

@@ -12,6 +12,7 @@
 
 #include "weights/ggml_calls.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -386,6 +387,7 @@ static struct ggml_tensor *limit(builder *b, const struct ggml_tensor *weight, s
 /* Experts chosen by token: sum of their feed-forwards, weighted by the router's probabilities made to sum to 1 over the chosen.
  * Mixtral (Jiang et al. 2024); routing as in Shazeer et al. 2017. x [E, N] -> [E, N] */
 static struct ggml_tensor *mixture(builder *b, struct ggml_tensor *x, int32_t layer) {
+    assert(x != NULL);
     const dt_layer_weights *w = &b->decoder->layers[layer];
     const int64_t n = x->ne[1], n_experts = b->hp->n_experts, n_used = b->hp->n_experts_used;
     activations a = plain(x);

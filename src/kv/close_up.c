@@ -43,8 +43,10 @@ static void turn_init(turn *t, const dt_kv_rope *rope, int32_t positions) {
 static void turn_key(const turn *t, const dt_kv_rope *rope, float *key) {
     for (int32_t i = 0; i < rope->n_pairs; i++) {
         float *x = rope->halves ? &key[i] : &key[2 * i], *y = rope->halves ? &key[i + rope->n_pairs] : &key[2 * i + 1];
+        /* NOLINTBEGIN(clang-analyzer-core.UndefinedBinaryOperatorResult): turn_init has filled in as many */
         const float turned = *x * t->cosine[i] - *y * t->sine[i];
         *y = *x * t->sine[i] + *y * t->cosine[i];
+        /* NOLINTEND(clang-analyzer-core.UndefinedBinaryOperatorResult) */
         *x = turned;
     }
 }

@@ -59,7 +59,7 @@ static float *cost_at(const dt_slots *s, int32_t a, int32_t b) {
 
 static double weight_of(const dt_slot *slot) {
     const float mass = slot->recent_mass + TOTAL_SHARE * slot->total_mass;
-    return (mass > 0 ? DT_MIN(mass, 1e30f) : 0) + LEAST_MASS * exp(slot->bias);
+    return (mass > 0 ? DT_MIN(mass, 1e30f) : 0) + LEAST_MASS * exp((double)slot->bias);
 }
 
 /* Of merging the last slot with each other one. */

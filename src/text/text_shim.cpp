@@ -534,7 +534,8 @@ static dt_status render_builtin(const char *name, const dt_chat_message *message
 #if DT_HAVE_LLAMA_COMMON
 static dt_status render_jinja(const dt_vocab *vocab, const std::string &source, const dt_chat_message *messages, size_t n_messages,
                               bool add_assistant, char **out, dt_error *error) {
-    common_chat_template(source, "", ""); /* throws with the reason; the call below loses it */
+    const common_chat_template parsed(source, "", ""); /* throws with the reason; the call below loses it */
+    (void)parsed;
     const common_chat_templates_ptr templates = common_chat_templates_init(vocab->model, source);
     common_chat_templates_inputs inputs;
     inputs.use_jinja = true;

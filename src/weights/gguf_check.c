@@ -332,7 +332,7 @@ static bool read_u32(enum gguf_type type, const void *data, int64_t i, void *out
         value = ((const uint8_t *)data)[i];
         break;
     case GGUF_TYPE_INT8:
-        value = ((const int8_t *)data)[i];
+        value = ((const int8_t *)data)[i]; /* NOLINT(bugprone-signed-char-misuse,cert-str34-c): a number */
         break;
     case GGUF_TYPE_UINT16:
         value = ((const uint16_t *)data)[i];

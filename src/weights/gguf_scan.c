@@ -10,6 +10,7 @@
 #include "base/file_map.h"
 #include "weights/gguf_file.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -160,6 +161,7 @@ static dt_status scan_key(scan *s, text *out_key) {
     if (key.length == 0) {
         return dt_fail(s->error, DT_ERR_FORMAT, "%s is damaged: it has a key without a name", s->path);
     }
+    assert(key.bytes != NULL); /* it is not short */
     *out_key = key;
     if (key.length == strlen(GGUF_KEY_GENERAL_ALIGNMENT) && memcmp(key.bytes, GGUF_KEY_GENERAL_ALIGNMENT, key.length) == 0) {
         return scan_alignment(s, type);

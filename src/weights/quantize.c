@@ -4,7 +4,8 @@
  * What ggml or libllama would abort on is checked before. Invariants: the output appears under its name only when it is whole; a
  * tensor that is quantized already keeps its type, so that weights repacked from another format stay as exact as they are.
  */
-#define _GNU_SOURCE /* flock */
+#define _GNU_SOURCE /* strcasecmp, statvfs */
+#include "base/open_locked.h"
 #include "base/replace_file.h"
 #include "weights/gguf_file.h"
 
@@ -16,7 +17,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -201,23 +201,13 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
 
 /* Opens the file in the making and locks it: two runs for one output would write into each other. libllama opens it by name again. */
 static dt_status begin_output(const dt_quantize_params *params, const char *temporary, int *out_file, dt_error *error) {
-    struct stat ours, there;
-    for (;;) {
-        *out_file = open(temporary, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-        if (*out_file < 0) {
-            return dt_fail(error, DT_ERR_IO, "%s can't be written: %s", temporary, strerror(errno));
-        }
-        if (flock(*out_file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-            close(*out_file);
-            *out_file = -1;
-            return dt_fail(error, DT_ERR_IO, "another process is writing %s; wait until it ends, or give the output another name",
-                           params->output);
-        }
-        if (fstat(*out_file, &ours) == 0 && stat(temporary, &there) == 0 && ours.st_ino == there.st_ino) {
-            return DT_OK;
-        }
-        close(*out_file); /* the other run has just ended and given it its name */
+    bool locked;
+    *out_file = dt_open_locked(temporary, O_RDWR | O_CREAT, &locked);
+    if (*out_file < 0 && errno == EWOULDBLOCK) {
+        return dt_fail(error, DT_ERR_IO, "another process is writing %s; wait until it ends, or give the output another name",
+                       params->output);
     }
+    return *out_file >= 0 ? DT_OK : dt_fail(error, DT_ERR_IO, "%s can't be written: %s", temporary, strerror(errno));
 }
 
 /* The file in the making, whole, to the disk and under its name. */

@@ -15,6 +15,7 @@
 #include "weights/ggml_calls.h"
 #include "weights/gguf_file.h"
 
+#include <assert.h>
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -333,6 +334,7 @@ static dt_status plan_request(loader *l, const dt_weight_request *request, bool 
                                                                      : t->type;
     *request->out = place(l->weights, t, home_index, type)->tensor;
     if (home_index == HOME_PACKED) {
+        assert(request->packed != NULL); /* only those are packed that can be told */
         *request->packed = packed_matrix(t);
     }
     is_used[t - l->gguf->tensors] = true;
