@@ -13,8 +13,6 @@
 
 static atomic_llong last_generation;
 
-static dt_device_cache *cache_of(const dt_kv_home *home) { return (dt_device_cache *)(uintptr_t)home; }
-
 void *dt_device_reserve(dt_device_cache *cache, dt_device_scratch *s, size_t bytes) {
     if (bytes > s->bytes) {
         void *larger = dt_memory_alloc(&cache->work, bytes + bytes / 2);
@@ -47,7 +45,7 @@ static int32_t capacity_for(int32_t n) {
 
 static size_t layer_bytes(const dt_device_layer *layer, int32_t capacity) {
     const size_t rows = (size_t)capacity * (size_t)layer->n_lanes;
-    return rows * (ggml_row_size(layer->type, layer->dim_k) + ggml_row_size(layer->type, layer->dim_v) + sizeof(int32_t)) +
+    return rows * (ggml_row_size(layer->type, layer->dim_k) + ggml_row_size(layer->type, layer->dim_v) + sizeof(dt_device_row)) +
            2 * ALLOC_SLACK;
 }
 
@@ -88,11 +86,11 @@ static void free_layer(dt_device_cache *cache, dt_device_layer *layer) {
     if (layer->context) {
         ggml_free(layer->context);
     }
-    dt_memory_free(cache->memory, layer->source, (size_t)layer->capacity * (size_t)layer->n_lanes * sizeof *layer->source);
+    dt_memory_free(cache->memory, layer->pending, (size_t)layer->capacity * (size_t)layer->n_lanes * sizeof *layer->pending);
     dt_memory_discharge(cache->memory, layer->bytes);
     layer->buffer = NULL;
     layer->context = NULL;
-    layer->source = NULL;
+    layer->pending = NULL;
     layer->k = layer->v = NULL;
     layer->bytes = 0;
     layer->capacity = 0;
@@ -113,10 +111,10 @@ static bool copy_rows(const struct ggml_tensor *from, struct ggml_tensor *to, in
     return done;
 }
 
-void dt_device_reset_sources(dt_device_layer *layer) {
+void dt_device_reset_pending(dt_device_layer *layer) {
     for (int32_t lane = 0; lane < layer->n_lanes; lane++) {
         for (int32_t i = 0; i < layer->capacity; i++) {
-            layer->source[(size_t)lane * (size_t)layer->capacity + (size_t)i] = i;
+            dt_device_pending(layer, lane)[i] = (dt_device_row){.source = i};
         }
     }
     layer->moved = false;
@@ -137,10 +135,10 @@ static dt_status fail_room(const dt_device_cache *cache, const dt_device_layer *
 /* Gives a layer another capacity; its rows up to the smaller one stay. Nothing may be pending. */
 static dt_status resize_layer(dt_device_cache *cache, dt_device_layer *layer, int32_t capacity, dt_error *error) {
     dt_device_layer next = *layer;
-    const size_t source_bytes = (size_t)capacity * (size_t)layer->n_lanes * sizeof *next.source;
-    const size_t bytes = layer_bytes(layer, capacity) - source_bytes;
-    next.source = dt_memory_alloc(cache->memory, source_bytes);
-    const bool charged = next.source != NULL && dt_memory_charge(cache->memory, bytes);
+    const size_t pending_bytes = (size_t)capacity * (size_t)layer->n_lanes * sizeof *next.pending;
+    const size_t bytes = layer_bytes(layer, capacity) - pending_bytes;
+    next.pending = dt_memory_alloc(cache->memory, pending_bytes);
+    const bool charged = next.pending != NULL && dt_memory_charge(cache->memory, bytes);
     next.context = charged ? new_context(2) : NULL;
     next.buffer = NULL;
     if (next.context != NULL) {
@@ -158,7 +156,7 @@ static dt_status resize_layer(dt_device_cache *cache, dt_device_layer *layer, in
         return has_room ? dt_device_fail(cache, layer, "to copy the KV cache", error) : fail_room(cache, layer, bytes, error);
     }
     next.generation = atomic_fetch_add(&last_generation, 1) + 1;
-    dt_device_reset_sources(&next);
+    dt_device_reset_pending(&next);
     free_layer(cache, layer);
     *layer = next;
     return DT_OK;
@@ -175,21 +173,27 @@ dt_status dt_device_reserve_rows(dt_device_cache *cache, dt_device_layer *layer,
 /* ---- the home ---- */
 
 static void home_move(dt_kv_home *home, int32_t layer_index, int32_t lane, int32_t to, int32_t from) {
-    dt_device_layer *layer = &cache_of(home)->layers[layer_index];
-    int32_t *source = layer->source + (size_t)lane * (size_t)layer->capacity;
-    source[to] = source[from];
+    dt_device_layer *layer = &dt_device_cache_from(home)->layers[layer_index];
+    dt_device_row *pending = dt_device_pending(layer, lane);
+    pending[to] = pending[from];
+    layer->moved = true;
+}
+
+static void home_turn(dt_kv_home *home, int32_t layer_index, int32_t lane, int32_t entry, int32_t positions) {
+    dt_device_layer *layer = &dt_device_cache_from(home)->layers[layer_index];
+    dt_device_pending(layer, lane)[entry].turn += positions;
     layer->moved = true;
 }
 
 static void forget_queries(dt_device_cache *cache) {
     for (int32_t i = 0; i < DT_RING; i++) {
-        cache->ring_position[i] = -1;
+        cache->ring_index[i] = -1;
     }
     memset(cache->observed_until, 0, (size_t)cache->decoder->hp.n_layers * sizeof *cache->observed_until);
 }
 
 static void home_clear(dt_kv_home *home) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         free_layer(cache, &cache->layers[i]);
     }
@@ -197,7 +201,7 @@ static void home_clear(dt_kv_home *home) {
 }
 
 static void home_free(dt_kv_home *home) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     if (cache->layers != NULL && cache->observed_until != NULL) {
         home_clear(home);
     }
@@ -227,7 +231,7 @@ static void home_free(dt_kv_home *home) {
 }
 
 static size_t home_bytes(const dt_kv_home *home) {
-    const dt_device_cache *cache = cache_of(home);
+    const dt_device_cache *cache = dt_device_cache_from(home);
     size_t bytes = 0;
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         const dt_device_layer *layer = &cache->layers[i];
@@ -238,7 +242,7 @@ static size_t home_bytes(const dt_kv_home *home) {
 }
 
 static size_t home_bytes_for(const dt_kv_home *home, int32_t n) {
-    const dt_device_cache *cache = cache_of(home);
+    const dt_device_cache *cache = dt_device_cache_from(home);
     size_t bytes = 0;
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         const dt_device_layer *layer = &cache->layers[i];
@@ -250,14 +254,17 @@ static size_t home_bytes_for(const dt_kv_home *home, int32_t n) {
 /* Rows as the tensor holds them. */
 static bool get_rows(const dt_device_layer *layer, int32_t lane, bool values, int32_t first, int32_t n, void *out) {
     const struct ggml_tensor *t = values ? layer->v : layer->k;
-    const int32_t *source = layer->source + (size_t)lane * (size_t)layer->capacity;
+    const dt_device_row *pending = dt_device_pending(layer, lane) + first;
     bool done = first + n <= layer->capacity;
+    for (int32_t i = 0; done && i < n; i++) {
+        done = pending[i].turn == 0 || values; /* a key that a device failed to turn is none */
+    }
     for (int32_t i = 0; done && i < n;) {
         int32_t run = 1; /* rows that follow each other are read at once */
-        while (i + run < n && source[first + i + run] == source[first + i] + run) {
+        while (i + run < n && pending[i + run].source == pending[i].source + run) {
             run++;
         }
-        const size_t at = (size_t)lane * t->nb[2] + (size_t)source[first + i] * t->nb[1];
+        const size_t at = (size_t)lane * t->nb[2] + (size_t)pending[i].source * t->nb[1];
         done = dt_ggml_get(t, (char *)out + (size_t)i * t->nb[1], at, (size_t)run * t->nb[1]);
         i += run;
     }
@@ -265,12 +272,12 @@ static bool get_rows(const dt_device_layer *layer, int32_t lane, bool values, in
 }
 
 static bool home_get(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out) {
-    const dt_device_layer *layer = &cache_of(home)->layers[layer_index];
+    const dt_device_layer *layer = &dt_device_cache_from(home)->layers[layer_index];
     return layer->type == GGML_TYPE_F16 && get_rows(layer, lane, values, first, n, out);
 }
 
 static bool home_read(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n, float *out) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     const dt_device_layer *layer = &cache->layers[layer_index];
     const int64_t dim = values ? cache->decoder->hp.head_dim_v : cache->decoder->hp.head_dim_k;
     const int64_t stored = values ? layer->dim_v : layer->dim_k;
@@ -289,7 +296,7 @@ static bool home_read(dt_kv_home *home, int32_t layer_index, int32_t lane, bool 
 
 static bool home_put(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n,
                      const uint16_t *in) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     dt_device_layer *layer = &cache->layers[layer_index];
     if (layer->moved || dt_device_reserve_rows(cache, layer, first + n, NULL) != DT_OK) {
         return false;
@@ -315,6 +322,7 @@ static bool home_put(dt_kv_home *home, int32_t layer_index, int32_t lane, bool v
 static dt_status home_copy(const dt_kv_home *home, bool with_content, dt_kv_home **out, dt_error *error);
 
 static const dt_kv_home_ops home_ops = {.move = home_move,
+                                        .turn = home_turn,
                                         .clear = home_clear,
                                         .copy = home_copy,
                                         .free = home_free,
@@ -322,11 +330,13 @@ static const dt_kv_home_ops home_ops = {.move = home_move,
                                         .bytes_for = home_bytes_for,
                                         .get = home_get,
                                         .read = home_read,
-                                        .put = home_put};
+                                        .put = home_put,
+                                        .gather = dt_device_gather,
+                                        .scatter = dt_device_scatter};
 
 dt_device_cache *dt_device_cache_of(const dt_kv *kv) {
     dt_kv_home *home = dt_kv_get_home(kv);
-    return home != NULL && home->ops == &home_ops ? cache_of(home) : NULL;
+    return home != NULL && home->ops == &home_ops ? dt_device_cache_from(home) : NULL;
 }
 
 const dt_device_layer *dt_device_cache_layer(const dt_device_cache *cache, int32_t layer) { return &cache->layers[layer]; }
@@ -388,14 +398,7 @@ dt_status dt_device_cache_new(const dt_decoder *decoder, dt_memory *memory, cons
     dt_status status = cache != NULL ? DT_OK : dt_fail_memory(error, sizeof *cache, "the KV cache");
     for (int32_t i = 0; status == DT_OK && i < decoder->hp.n_layers; i++) {
         cache->layers[i] = describe_layer(decoder, &layers[i], i);
-        const dt_policy *policy = layers[i].budget.policy;
-        if (cache->layers[i].device >= 0 && dt_policy_repeats(policy)) {
-            status = dt_fail(
-                error, DT_ERR_UNSUPPORTED,
-                "layer %d is computed by %s, where the score \"%s\" can't be collected; use \"fast\" or \"predict\", or leave "
-                "the layer to the CPU's own kernels",
-                i, dt_device_name(decoder->devices[cache->layers[i].device]), policy->score_name);
-        } else if (cache->layers[i].device >= 0 && policy != NULL && policy->needs_mass) {
+        if (cache->layers[i].device >= 0 && dt_budget_needs_mass(&layers[i].budget)) {
             status = new_ring(cache, &cache->layers[i], error);
         }
     }
@@ -412,7 +415,7 @@ static dt_status copy_layer(dt_device_cache *to, dt_device_layer *b, const dt_de
     b->k = b->v = b->ring = NULL;
     b->context = b->ring_context = NULL;
     b->buffer = b->ring_buffer = NULL;
-    b->source = NULL;
+    b->pending = NULL;
     b->bytes = b->ring_bytes = 0;
     b->capacity = 0;
     b->moved = false;
@@ -425,7 +428,7 @@ static dt_status copy_layer(dt_device_cache *to, dt_device_layer *b, const dt_de
     }
     status = a->capacity > 0 ? resize_layer(to, b, a->capacity, error) : DT_OK;
     if (status == DT_OK && a->capacity > 0) {
-        memcpy(b->source, a->source, (size_t)a->capacity * (size_t)a->n_lanes * sizeof *a->source);
+        memcpy(b->pending, a->pending, (size_t)a->capacity * (size_t)a->n_lanes * sizeof *a->pending);
         b->moved = a->moved;
         if (!copy_rows(a->k, b->k, a->capacity) || !copy_rows(a->v, b->v, a->capacity)) {
             status = dt_device_fail(to, b, "to copy the KV cache", error);
@@ -435,7 +438,7 @@ static dt_status copy_layer(dt_device_cache *to, dt_device_layer *b, const dt_de
 }
 
 static dt_status home_copy(const dt_kv_home *home, bool with_content, dt_kv_home **out, dt_error *error) {
-    const dt_device_cache *from = cache_of(home);
+    const dt_device_cache *from = dt_device_cache_from(home);
     dt_device_cache *to = new_empty(from->decoder, from->memory);
     dt_status status = to != NULL ? DT_OK : dt_fail_memory(error, sizeof *to, "another KV cache");
     for (int32_t i = 0; status == DT_OK && i < from->decoder->hp.n_layers; i++) {
@@ -448,7 +451,7 @@ static dt_status home_copy(const dt_kv_home *home, bool with_content, dt_kv_home
         return status;
     }
     if (with_content) {
-        memcpy(to->ring_position, from->ring_position, sizeof to->ring_position);
+        memcpy(to->ring_index, from->ring_index, sizeof to->ring_index);
         memcpy(to->observed_until, from->observed_until, (size_t)from->decoder->hp.n_layers * sizeof *to->observed_until);
     }
     *out = &to->home;
@@ -463,7 +466,7 @@ size_t dt_device_cache_bytes_bound(const dt_decoder *decoder, const dt_kv_layer_
             const size_t own = layer_bytes(&layer, capacity_for(DT_ROUND_UP(longest[i], DT_N_KV_PAD)));
             bytes += own;
             largest = DT_MAX(largest, own); /* twice while it grows */
-            bytes += layers[i].budget.policy != NULL && layers[i].budget.policy->needs_mass ? ring_bytes(&layer) : 0;
+            bytes += dt_budget_needs_mass(&layers[i].budget) ? ring_bytes(&layer) : 0;
         }
     }
     return bytes + largest;

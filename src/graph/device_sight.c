@@ -11,16 +11,45 @@
 
 /* ---- what a batch sees ---- */
 
-/* What a layer's queries see, where that is more than what comes before them. */
+/* What a layer's queries see of a lane, where that is more than what comes before them. */
 typedef struct lane_sight {
     int32_t n_committed, n_kv;
-    const int32_t *positions; /* NULL: not needed */
-    const float *bias;        /* NULL: none */
+    const int32_t *positions; /* [entries]; NULL: not needed */
+    const float *bias;        /* [entries]; NULL: none */
     int32_t window;           /* 0: none, or out of reach */
-    /* With a focus (first_block > 0) of the committed entries only these are seen: up to first_block, [focus_first, focus_end),
-     * from batch_first on. */
-    int32_t first_block, focus_first, focus_end, batch_first;
+    const int32_t *seen;      /* [n_seen] entries, of which the columns of the mask are; NULL: of all, in order */
+    int32_t n_seen;
 } lane_sight;
+
+/* With a focus a batch sees of a lane only the first block, the blocks of its focus, and what its own block and it are in: as
+ * dt_sequence says. The entries, ascending, into out, which may be NULL; returns how many. *column: where the focus begins. */
+static int32_t find_seen(const dt_kv *kv, const dt_device_sight *sight, int32_t layer, int32_t lane, int32_t *out,
+                         int32_t *column) {
+    const int32_t block = dt_kv_layer(kv, layer)->format.block_tokens;
+    dt_kv_lane_view view;
+    dt_kv_lane(kv, layer, lane, &view);
+    const int32_t n_committed = view.n_entries - view.n_uncommitted, first = DT_MAX(n_committed - sight->focus_from, 0);
+    const int32_t focus_first = first / block * block, focus_end = DT_ROUND_UP(DT_MAX(n_committed - sight->focus_to, 0), block);
+    const int32_t batch_first = n_committed / block * block;
+    int32_t n = 0;
+    *column = 0;
+    for (int32_t e = 0; e < view.n_entries; e++) {
+        *column = e == first ? n : *column;
+        if (e < block || (e >= focus_first && e < focus_end) || e >= batch_first) {
+            if (out != NULL) {
+                out[n] = e;
+            }
+            n++;
+        }
+    }
+    return n;
+}
+
+int32_t dt_device_cache_focus_column(const dt_kv *kv, const dt_device_sight *sight, int32_t layer, int32_t lane) {
+    int32_t column;
+    (void)find_seen(kv, sight, layer, lane, NULL, &column);
+    return column;
+}
 
 static bool window_matters(const dt_kv_layer_params *params, const dt_device_sight *sight) {
     return params->window > 0 && sight->first_position + sight->n_query - 1 >= params->window;
@@ -39,11 +68,34 @@ static bool is_plain(const dt_kv *kv, int32_t layer, const dt_device_sight *sigh
 
 static bool same_lengths(const dt_kv *kv, int32_t layer) { return dt_kv_mean_length(kv, layer) == (double)dt_kv_length(kv, layer); }
 
+/* With a focus attention runs over what is seen, gathered: its cost does not depend on the length of the cache. */
+static void focus_layer(dt_device_shape *s, const dt_kv *kv, const dt_device_sight *sight, int32_t layer, int32_t device) {
+    dt_device_layer_shape *own = &s->layers[layer];
+    const int32_t n_lanes = dt_kv_layer(kv, layer)->n_lanes;
+    own->seen_at = own->peaks_at = -1;
+    if (sight->focus_from == 0) {
+        return;
+    }
+    int32_t most = 0, column;
+    for (int32_t lane = 0; lane < n_lanes; lane++) {
+        most = DT_MAX(most, find_seen(kv, sight, layer, lane, NULL, &column));
+    }
+    own->n_kv = DT_ROUND_UP(most, DT_N_KV_PAD);
+    own->seen_at = s->n_seen[device];
+    s->n_seen[device] += (int64_t)own->n_kv * n_lanes; /* N_KV_PAD is aligned enough for any device */
+    if (sight->peaks != NULL && sight->peaks[layer]) {
+        own->peaks_at = s->n_peaks;
+        s->n_peaks += (int64_t)own->n_kv * n_lanes;
+    }
+}
+
 dt_status dt_device_cache_reserve(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight,
                                   const dt_device_shape **shape, dt_error *error) {
     dt_device_shape *s = &cache->shape;
     memset(s->n_mask, 0, sizeof s->n_mask);
     memset(s->n_rows, 0, sizeof s->n_rows);
+    memset(s->n_seen, 0, sizeof s->n_seen);
+    s->n_peaks = 0;
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         dt_device_layer *layer = &cache->layers[i];
         dt_device_layer_shape *own = &s->layers[i];
@@ -57,6 +109,7 @@ dt_status dt_device_cache_reserve(dt_device_cache *cache, const dt_kv *kv, const
         if (status != DT_OK) {
             return status;
         }
+        focus_layer(s, kv, sight, i, d);
         own->generation = layer->generation;
         own->rows_at = s->n_rows[d];
         s->n_rows[d] += DT_ROUND_UP((int64_t)sight->n_query * layer->n_lanes, ROWS_ALIGNED);
@@ -78,47 +131,53 @@ dt_status dt_device_cache_reserve(dt_device_cache *cache, const dt_kv *kv, const
     return DT_OK;
 }
 
+static uint16_t mask_of(const lane_sight *l, int32_t entry, int32_t position) {
+    const bool passed = l->window > 0 && l->positions[entry] <= position - l->window;
+    return passed ? DT_HALF_HIDDEN : l->bias != NULL ? dt_f32_to_f16(l->bias[entry]) : 0;
+}
+
 /* One query's row of a mask. index: which of the batch's it is. */
 static void fill_row(const lane_sight *l, int32_t index, int32_t position, uint16_t *row) {
     const int32_t n_visible = l->n_committed + index + 1;
-    memset(row, 0, (size_t)n_visible * sizeof *row);
-    for (int32_t e = n_visible; e < l->n_kv; e++) {
-        row[e] = DT_HALF_HIDDEN;
+    int32_t n = n_visible;
+    if (l->seen != NULL) {
+        for (n = 0; n < l->n_seen && l->seen[n] < n_visible; n++) {
+            row[n] = mask_of(l, l->seen[n], position);
+        }
+    } else if (l->window > 0 || l->bias != NULL) {
+        for (int32_t e = 0; e < n; e++) {
+            row[e] = mask_of(l, e, position);
+        }
+    } else {
+        memset(row, 0, (size_t)n * sizeof *row);
     }
-    for (int32_t e = 0; l->bias != NULL && e < n_visible; e++) {
-        row[e] = dt_f32_to_f16(l->bias[e]);
-    }
-    for (int32_t e = 0; l->window > 0 && e < n_visible; e++) {
-        row[e] = l->positions[e] > position - l->window ? row[e] : DT_HALF_HIDDEN;
-    }
-    for (int32_t e = l->first_block; l->first_block > 0 && e < l->n_committed; e++) {
-        row[e] = (e >= l->focus_first && e < l->focus_end) || e >= l->batch_first ? row[e] : DT_HALF_HIDDEN;
+    for (; n < l->n_kv; n++) {
+        row[n] = DT_HALF_HIDDEN;
     }
 }
 
 static dt_status see_lane(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t layer, int32_t lane,
                           lane_sight *out, dt_error *error) {
     const dt_kv_layer_params *params = dt_kv_layer(kv, layer);
-    const int32_t block = params->format.block_tokens;
     dt_kv_lane_view view;
     dt_kv_lane(kv, layer, lane, &view);
     *out = (lane_sight){.n_committed = view.n_entries - view.n_uncommitted,
                         .n_kv = cache->shape.layers[layer].n_kv,
                         .bias = view.bias,
                         .window = window_matters(params, sight) ? params->window : 0};
-    if (sight->focus_from > 0) { /* rounded outwards to blocks, as dt_batch says */
-        out->first_block = block;
-        out->focus_first = DT_MAX(out->n_committed - sight->focus_from, 0) / block * block;
-        out->focus_end = DT_ROUND_UP(DT_MAX(out->n_committed - sight->focus_to, 0), block);
-        out->batch_first = out->n_committed / block * block;
+    if (out->window == 0 && sight->focus_from == 0) {
+        return DT_OK;
     }
-    if (out->window > 0) {
-        int32_t *positions = dt_device_reserve(cache, &cache->positions, (size_t)view.n_entries * sizeof *positions);
-        if (positions == NULL) {
-            return dt_fail_memory(error, (size_t)view.n_entries * sizeof *positions, "a mask");
-        }
-        dt_kv_positions(kv, layer, lane, positions);
-        out->positions = positions;
+    const size_t bytes = 2 * (size_t)view.n_entries * sizeof(int32_t);
+    int32_t *positions = dt_device_reserve(cache, &cache->positions, bytes), *seen = positions + view.n_entries, column;
+    if (positions == NULL) {
+        return dt_fail_memory(error, bytes, "a mask");
+    }
+    dt_kv_positions(kv, layer, lane, positions);
+    out->positions = positions;
+    if (sight->focus_from > 0) {
+        out->seen = seen;
+        out->n_seen = find_seen(kv, sight, layer, lane, seen, &column);
     }
     return DT_OK;
 }
@@ -158,41 +217,69 @@ static void fill_rows(const dt_device_cache *cache, const dt_kv *kv, const dt_de
     }
 }
 
+/* out is zeroed: what pads a lane's list is its first row, which the mask hides there. */
+static void fill_seen(const dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device, int32_t *out) {
+    for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
+        const dt_device_layer_shape *own = &cache->shape.layers[i];
+        for (int32_t lane = 0; cache->layers[i].device == device && lane < cache->layers[i].n_lanes; lane++) {
+            int32_t column;
+            (void)find_seen(kv, sight, i, lane, out + own->seen_at + (int64_t)lane * own->n_kv, &column);
+        }
+    }
+}
+
 /* Queries of a repetition are no part of the text: they go to a row that nobody reads. */
 static int64_t ring_row(const dt_device_sight *sight, int32_t query) {
-    return sight->focus_from > 0 ? DT_RING : (sight->first_position + query) % DT_RING;
+    return sight->focus_from > 0 ? DT_RING : (sight->first_index + query) % DT_RING;
+}
+
+static dt_status set_masks(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device,
+                           struct ggml_tensor *masks, bool *done, dt_error *error) {
+    const size_t bytes = (size_t)cache->shape.n_mask[device] * sizeof(uint16_t);
+    uint16_t *halves = dt_device_reserve(cache, &cache->masks, bytes);
+    if (halves == NULL) {
+        return dt_fail_memory(error, bytes, "what the device is told");
+    }
+    const dt_status status = fill_masks(cache, kv, sight, device, halves, error);
+    *done = status == DT_OK && dt_ggml_set(masks, halves, 0, bytes);
+    return status;
+}
+
+/* One after the other, in the same scratch. */
+static bool set_rows(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device,
+                     const dt_device_inputs *inputs) {
+    const size_t row_bytes = (size_t)cache->shape.n_rows[device] * sizeof(int64_t);
+    const size_t seen_bytes = (size_t)cache->shape.n_seen[device] * sizeof(int32_t);
+    void *numbers = dt_device_reserve(cache, &cache->rows, DT_MAX(row_bytes, seen_bytes));
+    if (numbers == NULL) {
+        return false;
+    }
+    memset(numbers, 0, row_bytes);
+    fill_rows(cache, kv, sight, device, numbers);
+    bool done = dt_ggml_set(inputs->rows, numbers, 0, row_bytes);
+    if (done && inputs->seen != NULL) {
+        memset(numbers, 0, seen_bytes);
+        fill_seen(cache, kv, sight, device, numbers);
+        done = dt_ggml_set(inputs->seen, numbers, 0, seen_bytes);
+    }
+    return done;
 }
 
 dt_status dt_device_cache_fill_inputs(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device,
-                                      struct ggml_tensor *masks, struct ggml_tensor *rows, struct ggml_tensor *ring,
-                                      dt_error *error) {
-    const size_t mask_bytes = (size_t)cache->shape.n_mask[device] * sizeof(uint16_t);
-    const size_t rows_bytes = (size_t)cache->shape.n_rows[device] * sizeof(int64_t);
-    uint16_t *halves = masks != NULL ? dt_device_reserve(cache, &cache->masks, mask_bytes) : NULL;
-    int64_t *numbers = rows != NULL ? dt_device_reserve(cache, &cache->rows, rows_bytes) : NULL;
-    if ((masks != NULL && halves == NULL) || (rows != NULL && numbers == NULL)) {
-        return dt_fail_memory(error, mask_bytes + rows_bytes, "what the device is told");
-    }
+                                      const dt_device_inputs *inputs, dt_error *error) {
     bool done = true;
-    if (masks != NULL) {
-        const dt_status status = fill_masks(cache, kv, sight, device, halves, error);
-        if (status != DT_OK) {
-            return status;
-        }
-        done = dt_ggml_set(masks, halves, 0, mask_bytes);
+    const dt_status status = set_masks(cache, kv, sight, device, inputs->masks, &done, error);
+    if (status != DT_OK) {
+        return status;
     }
-    if (rows != NULL) {
-        memset(numbers, 0, rows_bytes);
-        fill_rows(cache, kv, sight, device, numbers);
-        done = done && dt_ggml_set(rows, numbers, 0, rows_bytes);
-    }
-    if (ring != NULL) {
+    done = done && set_rows(cache, kv, sight, device, inputs);
+    if (done && inputs->ring != NULL) {
         int64_t kept[DT_RING];
         const int32_t n = DT_MIN(sight->n_query, DT_RING);
         for (int32_t i = 0; i < n; i++) {
             kept[i] = ring_row(sight, sight->n_query - n + i);
         }
-        done = done && dt_ggml_set(ring, kept, 0, (size_t)n * sizeof kept[0]);
+        done = dt_ggml_set(inputs->ring, kept, 0, (size_t)n * sizeof kept[0]);
     }
     return done ? DT_OK
                 : dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input",
@@ -201,6 +288,6 @@ dt_status dt_device_cache_fill_inputs(dt_device_cache *cache, const dt_kv *kv, c
 
 void dt_device_cache_computed(dt_device_cache *cache, const dt_device_sight *sight) {
     for (int32_t i = DT_MAX(sight->n_query - DT_RING, 0); sight->focus_from == 0 && i < sight->n_query; i++) {
-        cache->ring_position[ring_row(sight, i)] = sight->first_position + i;
+        cache->ring_index[ring_row(sight, i)] = sight->first_index + i;
     }
 }

@@ -38,6 +38,8 @@ typedef struct dt_kv_home_ops {
     /* Entry `from` of a lane takes the place of entry `to`; what was there is gone. Only committed entries that nothing was written
      * to since move. Cannot fail: the home notes it and does it later. */
     void (*move)(dt_kv_home *home, int32_t layer, int32_t lane, int32_t to, int32_t from);
+    /* The key of an entry, which may have moved, turns on by so many positions (close_up.c). Likewise noted. */
+    void (*turn)(dt_kv_home *home, int32_t layer, int32_t lane, int32_t entry, int32_t positions);
     void (*clear)(dt_kv_home *home);
     /* A home for a second cache: with the same content, or empty. */
     dt_status (*copy)(const dt_kv_home *home, bool with_content, dt_kv_home **out, dt_error *error);
@@ -51,6 +53,10 @@ typedef struct dt_kv_home_ops {
     /* The same as floats, whatever the layer is stored as. */
     bool (*read)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, float *out);
     bool (*put)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, const uint16_t *in);
+    /* Keys [n][dim_k] and values [n][dim_v] of any committed entries of a lane, read or written as floats; for memory slots. */
+    bool (*gather)(dt_kv_home *home, int32_t layer, int32_t lane, const int32_t *entries, int32_t n, float *keys, float *values);
+    bool (*scatter)(dt_kv_home *home, int32_t layer, int32_t lane, const int32_t *entries, int32_t n, const float *keys,
+                    const float *values);
 } dt_kv_home_ops;
 struct dt_kv_home {
     const dt_kv_home_ops *ops;
