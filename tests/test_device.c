@@ -363,11 +363,11 @@ static void test_reconstruction(void **state) {
 
 enum { SMALL_CTX = 128 };
 
-static dt_session *streaming_session(const dt_model *model, const way *w, const char *json, dt_kv_type type) {
+static dt_session *streaming_session(const dt_model *model, const way *w, const char *json, dt_kv_type type, dt_prefill prefill) {
     dt_eviction *eviction = eviction_from_json(model, json);
     dt_session_params params = small_params(w);
-    params.n_batch = 32; /* with budgets below that each round follows 32 queries, all of which a device has seen */
-    params.prefill = DT_PREFILL_STREAMING;
+    params.n_batch = 32;      /* with budgets below that each round follows 32 queries, all of which a device has seen */
+    params.prefill = prefill; /* what is longer than the context is always read as a stream */
     params.kv_type = type;
     params.eviction = eviction;
     dt_session *s = open_session(model, &params);
@@ -381,7 +381,8 @@ static void compare_past_the_context(const char *path, dt_model *plain, const ch
     const size_t n_vocab = (size_t)dt_model_get_info(plain)->n_vocab;
     int32_t tokens[N + STEPS];
     random_tokens(tokens, N + STEPS, 3, (int32_t)n_vocab, 47);
-    dt_session *a = streaming_session(plain, NULL, json, DT_KV_F16), *further = streaming_session(plain, NULL, json, DT_KV_F16);
+    dt_session *a = streaming_session(plain, NULL, json, DT_KV_F16, DT_PREFILL_STREAMING),
+               *further = streaming_session(plain, NULL, json, DT_KV_F16, DT_PREFILL_STREAMING);
     sync_tokens(a, tokens, N);
     float *want = logits_of(further, tokens, N, STEPS, n_vocab);
     dt_session_free(further);
@@ -391,7 +392,8 @@ static void compare_past_the_context(const char *path, dt_model *plain, const ch
         for (int type = 0; type < 2; type++) {
             /* by scores bytes decide otherwise, and over fifteen rounds so may whatever rounds more than the CPU */
             const bool same = !by_scores || (type == 0 && getenv("DT_TEST_DEVICE") == NULL);
-            dt_session *b = streaming_session(model, &w, json, type ? DT_KV_INT8 : DT_KV_F16);
+            dt_session *b =
+                streaming_session(model, &w, json, type ? DT_KV_INT8 : DT_KV_F16, type ? DT_PREFILL_STREAMING : DT_PREFILL_FULL);
             dt_error error = {0};
             double worst = 0;
             sync_tokens(b, tokens, N);
@@ -494,8 +496,8 @@ static void test_keys_turn(void **state) {
         for (size_t i = 0; get_way(i, &w); i++) {
             dt_model *model = open_on(path, &w);
             const char *json = m == 0 ? beside_windows : window;
-            dt_session *a = streaming_session(plain, NULL, json, DT_KV_F16);
-            dt_session *b = streaming_session(model, &w, json, DT_KV_F16);
+            dt_session *a = streaming_session(plain, NULL, json, DT_KV_F16, DT_PREFILL_STREAMING);
+            dt_session *b = streaming_session(model, &w, json, DT_KV_F16, DT_PREFILL_STREAMING);
             sync_tokens(a, tokens, 400);
             sync_tokens(b, tokens, 400);
             assert_true(dt_kv_shift(dt_session_kv(b)) > 200);

@@ -419,7 +419,8 @@ static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_laye
  * queries since the last time. */
 static dt_status observe_elsewhere(dt_session *s, bool all, dt_error *error) {
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || (!all && !dt_kv_exceeds(s->kv, i, 0))) {
+        const bool is_due = all ? dt_kv_length(s->kv, i) > 0 : dt_kv_exceeds(s->kv, i, 0);
+        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || !is_due) {
             continue;
         }
         dt_observed observed;
