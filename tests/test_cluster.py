@@ -126,6 +126,20 @@ def test_same_tokens(model, servers, tmp_path, config):
     assert (here["eviction"]["rounds"] > 0) == (config is not None)
 
 
+@pytest.mark.parametrize("config, flags", [
+    (dict(WINDOW["0-3"], memory_slots=4), ["-n", "60"]),
+    (dict(SCORED["2-3"], score="reconstruct"), ["-n", "60"]),
+    (WINDOW["0-3"], ["-n", "400", "-c", "128"]),
+], ids=["slots", "repeated", "past the context"])
+def test_what_reads_the_cache(model, servers, tmp_path, config, flags):
+    """Entries that come over to be merged, largest probabilities, keys that turn: what a device here does."""
+    (tmp_path / "tlc.json").write_text(json.dumps({"0-": config}))
+    flags = ["-p", TEXT, "--cache-eviction", "--eviction-config", str(tmp_path / "tlc.json"), *flags]
+    here = stats(model, tmp_path, *flags, "--device", "ggml-cpu")
+    there = stats(model, tmp_path, *flags, "--device", both_of(servers))
+    assert there["generated_token_ids"] == here["generated_token_ids"] and here["eviction"]["rounds"] > 0
+
+
 def test_how_layers_are_shared(model, servers, tmp_path):
     a, b = (server.address for server in servers)
     flags = ("-p", "Once", "-n", "8", "--device", both_of(servers))

@@ -122,14 +122,15 @@ def test_what_was_learned_is_a_config(tiny, tmp_path):
         assert numbers["prompt_tokens"] > 250 and sum(lengths) <= 2 * (int(size[1]) if size else 204)
 
 
-def test_presets_go_by_what_was_learned(tiny, tmp_path):
-    """calibrate needs no more than the model; a preset then finds the file beside it."""
+@pytest.mark.parametrize("where", [[], ["--kernel", "ggml"], ["--device", "ggml-cpu"]])
+def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
+    """calibrate needs no more than the model; a preset then finds the file beside it. Also with layers on a device."""
     model = tmp_path / "model.gguf"
     model.write_bytes(open(tiny, "rb").read())
-    result = run("calibrate", "-m", str(model), "--context", "512", "--chunks", "1")
+    result = run("calibrate", "-m", str(model), "--context", "512", "--chunks", "1", *where)
     assert result.returncode == 0 and (tmp_path / "model.tlc.json").is_file(), result.stderr
     result = subprocess.run([MAIN, "-m", str(model), "-p", "word " * 300, "-n", "4", "-t", "1", "--cache-eviction",
-                             "--max-cache-size", "64"], stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+                             "--max-cache-size", "64", *where], stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
     assert result.returncode == 0 and b"score predict" in result.stderr and b"model.tlc.json" in result.stderr, result.stderr
 
 

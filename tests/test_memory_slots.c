@@ -369,7 +369,7 @@ static void test_a_round_over_equal_tokens_changes_nothing(void **state) {
                     for (size_t i = 1; i < 90; i++) {
                         memcpy(column + i * bytes, column, bytes);
                     }
-                    assert_true(dt_kv_put_column(kv, lane / LANES, lane % LANES, (dt_kv_column)c, column));
+                    assert_true(dt_kv_put_column(kv, lane / LANES, lane % LANES, (dt_kv_column)c, column, NULL));
                 }
             }
             for (int32_t i = 0; i < 90; i++) {

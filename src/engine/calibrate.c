@@ -16,7 +16,8 @@
 
 #define SMALLEST_PEAK 1e-4 /* differences below it don't matter: such tokens go first whatever the budget */
 #define RIDGE 1e-5
-#define SKIPPED 4 /* the first tokens draw attention for being first, and are kept anyway */
+#define READ_AT_ONCE 256 /* entries */
+#define SKIPPED 4        /* the first tokens draw attention for being first, and are kept anyway */
 
 typedef struct lane_sums {
     double *products; /* [n][n], lower half */
@@ -86,43 +87,57 @@ static void add_entry(const dt_calibration *c, lane_sums *sums, const float *row
     }
 }
 
-static void add_lane(const dt_calibration *c, const dt_session *s, int32_t layer, int32_t lane, lane_sums *sums,
-                     int32_t *positions) {
-    float key[DT_MAX_HEAD_DIM], value[DT_MAX_HEAD_DIM], row[DT_PREDICT_FEATURES + 2 * DT_MAX_HEAD_DIM];
+/* work: for READ_AT_ONCE keys, then as many values. False when a device does not give them. */
+static bool add_lane(const dt_calibration *c, const dt_session *s, int32_t layer, int32_t lane, lane_sums *sums, int32_t *positions,
+                     float *work) {
+    float row[DT_PREDICT_FEATURES + 2 * DT_MAX_HEAD_DIM], *keys = work, *values = work + READ_AT_ONCE * c->shape.dim_k;
     dt_kv_lane_view view;
     dt_kv_lane(s->kv, layer, lane, &view);
     dt_kv_positions(s->kv, layer, lane, positions);
     for (int32_t i = 0; i < view.n_entries; i++) {
+        const int32_t at = i % READ_AT_ONCE, n = DT_MIN(READ_AT_ONCE, view.n_entries - i);
+        if (at == 0 && !dt_kv_get_entries(s->kv, layer, lane, i, n, keys, values)) {
+            return false;
+        }
         if (positions[i] < SKIPPED) {
             continue;
         }
-        (void)dt_kv_get_entries(s->kv, layer, lane, i, 1, key, value);
         row[DT_PREDICT_BIAS] = 1;
         row[DT_PREDICT_DECAY] = dt_predict_decay_feature((int64_t)s->n_tokens - positions[i]);
-        dt_predict_features(&c->shape, key, value, row + DT_PREDICT_FEATURES);
+        dt_predict_features(&c->shape, keys + (int64_t)at * c->shape.dim_k, values + (int64_t)at * c->shape.dim_v,
+                            row + DT_PREDICT_FEATURES);
         add_entry(c, sums, row, log((double)view.peak_mass[i] + SMALLEST_PEAK));
     }
+    return true;
 }
 
 dt_status dt_calibration_add(dt_calibration *c, const dt_session *session, dt_error *error) {
     const dt_model_info *info = &c->model->info;
-    int32_t *positions = malloc((size_t)DT_MAX(session->n_tokens, 1) * sizeof *positions);
+    const size_t positions_bytes = (size_t)DT_MAX(session->n_tokens, 1) * sizeof(int32_t);
+    const size_t work_bytes = (size_t)READ_AT_ONCE * (size_t)(c->shape.dim_k + c->shape.dim_v) * sizeof(float);
+    int32_t *positions = malloc(positions_bytes);
+    float *work = malloc(work_bytes);
+    bool done = true;
     if (session->model != c->model || session->whole_from > 0 || session->peaks_until < session->n_tokens) {
         free(positions);
+        free(work);
         return dt_fail(error, DT_ERR_ARGUMENT, "calibration needs a session of its model with score reconstruct and DT_EVICT_HELD");
     }
-    if (positions == NULL) {
-        return dt_fail_memory(error, (size_t)session->n_tokens * sizeof *positions, "the calibration");
+    if (positions == NULL || work == NULL) {
+        free(positions);
+        free(work);
+        return dt_fail_memory(error, positions_bytes + work_bytes, "the calibration");
     }
     for (int32_t i = 0, first = 0; i < info->n_layers; first += info->n_kv_heads[i], i++) {
         c->layer_has[i] = dt_kv_layer_needs_peak(session->kv, i);
-        for (int32_t lane = 0; c->layer_has[i] && lane < info->n_kv_heads[i]; lane++) {
-            add_lane(c, session, i, lane, &c->lanes[first + lane], positions);
+        for (int32_t lane = 0; done && c->layer_has[i] && lane < info->n_kv_heads[i]; lane++) {
+            done = add_lane(c, session, i, lane, &c->lanes[first + lane], positions, work);
         }
     }
     c->n_tokens += session->n_tokens;
     free(positions);
-    return DT_OK;
+    free(work);
+    return done ? DT_OK : dt_fail(error, DT_ERR_COMPUTE, "the device did not give keys and values for the calibration");
 }
 
 /* ---- solving ---- */

@@ -68,19 +68,13 @@ static void learn(dt_eviction *preset, const dt_eviction *learned) {
 void dt_eviction_learn(dt_eviction *preset, const dt_model *model) {
     const dt_model_info *info = dt_model_get_info(model);
     char *path = dt_eviction_learned_path(dt_gguf_path(model->gguf));
-    bool on_device = false;
-    for (int32_t i = 0; i < info->n_layers; i++) {
-        on_device = on_device || model->decoder->layer_device[i] > 0;
-    }
     if (!is_there(path)) {
         free(path);
         return;
     }
     dt_eviction *learned = NULL;
     dt_error why = {0};
-    if (on_device) {
-        dt_log(DT_LOG_INFO, "TLC: layers on a device can't go by what %s has learned; the preset goes by its own scores", path);
-    } else if (dt_eviction_from_file(model, path, &learned, &why) != DT_OK) {
+    if (dt_eviction_from_file(model, path, &learned, &why) != DT_OK) {
         dt_log(DT_LOG_WARN, "TLC: %s; the preset goes by its own scores", why.message);
     } else if (!has_all_weights(learned, info->windows)) {
         dt_log(DT_LOG_WARN, "TLC: %s lacks weights; the preset goes by its own scores. ./deeptutor-eval calibrate writes it anew",

@@ -27,9 +27,9 @@ bool dt_kernel_is_ggml(const char *kernel) {
 dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_params *params, const dt_budget *budgets) {
     const dt_hparams *hp = &model->decoder->hp;
     dt_kv_layer_params *layers = calloc((size_t)hp->n_layers, sizeof *layers);
-    bool may_move = true, evicts = false; /* past the context: every layer evicts or has a window, on the host */
+    bool may_move = true, evicts = false; /* past the context: every layer evicts or has a window */
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        may_move = may_move && !dt_kv_plan_is_elsewhere(model, params, i) && (budgets[i].policy != NULL || hp->window[i] > 0);
+        may_move = may_move && (budgets[i].policy != NULL || hp->window[i] > 0);
         evicts = evicts || budgets[i].policy != NULL;
     }
     for (int32_t i = 0; layers && i < hp->n_layers; i++) {

@@ -123,20 +123,6 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     return status;
 }
 
-/* Merging into memory slots reads keys and values, which a device keeps to itself. */
-static void drop_slots_elsewhere(const dt_session *s, dt_budget *budgets) {
-    bool any = false;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        if (budgets[i].memory_slots > 0 && dt_kv_plan_is_elsewhere(s->model, &s->params, i)) {
-            budgets[i].memory_slots = 0;
-            any = true;
-        }
-    }
-    if (any) {
-        dt_log(DT_LOG_INFO, "layers on a device have no memory slots; what is evicted there is dropped");
-    }
-}
-
 /* The cache, after settings and budgets were fitted into the memory that was granted. */
 static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *error) {
     const int32_t n_layers = s->model->info.n_layers;
@@ -151,7 +137,6 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
     }
     s->weights = dt_score_weights_share(eviction ? eviction->weights : NULL);
     s->params.eviction = NULL; /* the caller may free it after this */
-    drop_slots_elsewhere(s, budgets);
     dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
     if (status == DT_OK) {
         status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, budgets, error);
@@ -390,24 +375,6 @@ static dt_status reconstruct(dt_session *s, dt_error *error) {
     return status;
 }
 
-dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
-    if (s->headroom == 0 || dt_session_next_position(s) + n <= s->params.n_ctx) {
-        return DT_OK;
-    }
-    const int32_t before = dt_session_shift(s);
-    dt_status status;
-    do {
-        status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
-    } while (dt_session_makes_room(s, status, error));
-    if (status == DT_OK && dt_session_shift(s) > before) {
-        s->whole_from = s->n_tokens;
-        dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
-               "session: after %d tokens the context of %d is used up; those that were kept move together into its first %d",
-               s->n_tokens, s->params.n_ctx, dt_session_next_position(s));
-    }
-    return status;
-}
-
 /* ---- prediction ---- */
 
 dt_predict_shape dt_session_predict_shape(const dt_model *model) {
@@ -472,10 +439,12 @@ static dt_status make_peaks(dt_session *s, dt_error *error) {
 
 static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
 
-/* Where a cache is elsewhere, attention is told once, before a round: by the newest queries since the last one. */
-static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
+/* Where a cache is elsewhere, attention is told once, before a round, in the layers that it will come in, or in all: by the newest
+ * queries since the last time. */
+static dt_status observe_elsewhere(dt_session *s, bool all, dt_error *error) {
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || !dt_kv_exceeds(s->kv, i, 0)) {
+        const bool is_due = all ? dt_kv_length(s->kv, i) > 0 : dt_kv_exceeds(s->kv, i, 0);
+        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || !is_due) {
             continue;
         }
         dt_observed observed;
@@ -500,6 +469,31 @@ static dt_status observe_elsewhere(dt_session *s, dt_error *error) {
     return DT_OK;
 }
 
+/* ---- past the context ---- */
+
+dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
+    if (s->headroom == 0 || dt_session_next_position(s) + n <= s->params.n_ctx) {
+        return DT_OK;
+    }
+    const int32_t before = dt_session_shift(s);
+    dt_status status = observe_elsewhere(s, true, error); /* while queries and keys are where they were */
+    if (status != DT_OK) {
+        return status;
+    }
+    do {
+        status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
+    } while (dt_session_makes_room(s, status, error));
+    if (status == DT_OK && dt_session_shift(s) > before) {
+        s->whole_from = s->n_tokens;
+        dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
+               "session: after %d tokens the context of %d is used up; those that were kept move together into its first %d",
+               s->n_tokens, s->params.n_ctx, dt_session_next_position(s));
+    }
+    return status == DT_OK ? dt_graph_settle(s->group->graph, s->kv, error) : status;
+}
+
+/* ---- rounds ---- */
+
 void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
     s->query_weights[position % DT_OBSERVE_WINDOW] = weight;
 }
@@ -507,9 +501,10 @@ void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
 /* What is due: peaks where scores come from them, then a round. */
 dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
-    dt_status status = make_peaks(s, error);
+    dt_status status = dt_graph_settle(s->group->graph, s->kv, error); /* a round may read what is elsewhere */
+    status = status == DT_OK ? make_peaks(s, error) : status;
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
-        status = observe_elsewhere(s, error);
+        status = observe_elsewhere(s, false, error);
     }
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         do {

@@ -116,8 +116,6 @@ bool dt_snapshot_restore(dt_session *session, int32_t n_tokens);
 bool dt_snapshot_at(const dt_session *session, int32_t n_tokens);
 /* Remembers what the query at a position counts for in scores. */
 void dt_session_note_weight(dt_session *session, int32_t position, float weight);
-/* Whether the cache has the form that files have. */
-dt_status dt_session_check_plain(const dt_session *session, dt_error *error);
 
 /* ---- drafts: several tokens computed at once, of which some may be taken back ----
  * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the

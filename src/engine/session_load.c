@@ -338,10 +338,13 @@ static const char *read_lane(dt_kv *kv, const lane_part *part) {
     if (!is_whole(&part->payload)) {
         return "the checksum of section LANE does not fit";
     }
-    const char *at = part->payload.bytes + sizeof part->head;
+    const char *at = part->payload.bytes + sizeof part->head, *columns[DT_KV_N_COLUMNS] = {0};
     for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
         const uint64_t bytes = column_bytes(kv, part, c);
-        if (bytes > 0 && is_wanted(kv, part->layer, c) && !dt_kv_put_column(kv, part->layer, part->lane, (dt_kv_column)c, at)) {
+        const char *scales = c == DT_KV_KEYS ? columns[DT_KV_K_SCALES] : c == DT_KV_VALUES ? columns[DT_KV_V_SCALES] : NULL;
+        columns[c] = bytes > 0 ? at : NULL;
+        if (bytes > 0 && is_wanted(kv, part->layer, c) &&
+            !dt_kv_put_column(kv, part->layer, part->lane, (dt_kv_column)c, at, scales)) {
             return "a key or a value is not a number";
         }
         at += bytes;
@@ -527,9 +530,6 @@ dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *
     reader r = {.session = session, .path = path, .error = error};
     loaded l = {0};
     dt_status status = dt_session_check_idle(session, error);
-    if (status == DT_OK) {
-        status = dt_session_check_plain(session, error);
-    }
     if (status == DT_OK) {
         status = map_file(&r, error);
     }

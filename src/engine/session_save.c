@@ -147,19 +147,10 @@ static void put_all(writer *w, const dt_session *s, const dt_sampler *sampler, v
     }
 }
 
-/* A file has a scale per entry, a device one per 32 numbers. */
-dt_status dt_session_check_plain(const dt_session *session, dt_error *error) {
-    return dt_kv_has_plain(session->kv)
-               ? DT_OK
-               : dt_fail(error, DT_ERR_UNSUPPORTED,
-                         "a session whose INT8 cache is on a device can't be saved or loaded; use --kv-type f16");
-}
-
 dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, const char *path, dt_error *error) {
     const dt_status idle = dt_session_check_idle(session, error);
-    const dt_status plain = idle == DT_OK ? dt_session_check_plain(session, error) : idle;
-    if (plain != DT_OK) {
-        return plain;
+    if (idle != DT_OK) {
+        return idle;
     }
     const dt_kv_format *format = &dt_kv_layer(session->kv, 0)->format;
     const size_t row_bytes = DT_MAX(dt_kv_column_bytes(format, DT_KV_KEYS), dt_kv_column_bytes(format, DT_KV_VALUES));
@@ -184,10 +175,6 @@ dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, 
 dt_status dt_session_check_save(const dt_session *session, const char *path, int64_t n_tokens, dt_error *error) {
     if (session == NULL) {
         return dt_replace_check(path, 0, error);
-    }
-    const dt_status plain = dt_session_check_plain(session, error);
-    if (plain != DT_OK) {
-        return plain;
     }
     const dt_model_info *info = &session->model->info;
     uint64_t bytes = sizeof(dt_session_header) + (uint64_t)n_tokens * sizeof(int32_t) + (uint64_t)info->n_vocab * sizeof(float);

@@ -23,6 +23,21 @@ static struct ggml_tensor *lanes(struct ggml_context *ctx, struct ggml_tensor *c
     return ggml_view_4d(ctx, cache, cache->ne[0], n, 1, cache->ne[2], cache->nb[1], cache->nb[2], cache->nb[2], 0);
 }
 
+/* The rows of each lane that are seen, [dim, n, 1, G], in halves. */
+static struct ggml_tensor *gather(struct ggml_context *ctx, struct ggml_tensor *cache, struct ggml_tensor *seen) {
+    struct ggml_tensor *rows = ggml_cast(ctx, ggml_get_rows(ctx, cache, seen), GGML_TYPE_F16);
+    return ggml_reshape_4d(ctx, rows, rows->ne[0], rows->ne[1], 1, rows->ne[2]);
+}
+
+/* The largest weight that any of a lane's queries gives an entry: [n_kv, 1, G] */
+static struct ggml_tensor *find_peaks(const dt_device_builder *b, struct ggml_tensor *q, struct ggml_tensor *k,
+                                      struct ggml_tensor *mask) {
+    struct ggml_tensor *weights = dt_device_weights(b, q, k, mask);
+    const int n_queries = (int)(weights->ne[1] * weights->ne[2]);
+    weights = ggml_reshape_3d(b->ctx, weights, weights->ne[0], n_queries, weights->ne[3]);
+    return ggml_pool_2d(b->ctx, weights, GGML_OP_POOL_MAX, 1, n_queries, 1, n_queries, 0, 0);
+}
+
 /* Without fused attention: [dim_v, N, n_rep, G]. Values are turned on their side each time, which costs a copy of them. */
 static struct ggml_tensor *attend_by_products(const dt_device_builder *b, struct ggml_tensor *q, struct ggml_tensor *k,
                                               struct ggml_tensor *v, struct ggml_tensor *mask) {
@@ -49,25 +64,39 @@ struct ggml_tensor *dt_device_weights(const dt_device_builder *b, struct ggml_te
 }
 
 struct ggml_tensor *dt_device_attend(const dt_device_builder *b, const dt_device_layer *layer, const dt_device_layer_shape *shape,
-                                     struct ggml_tensor *masks, struct ggml_tensor *rows, struct ggml_tensor *ring,
-                                     struct ggml_tensor *q, struct ggml_tensor *k, struct ggml_tensor *v) {
+                                     const dt_device_inputs *inputs, struct ggml_tensor *q, struct ggml_tensor *k,
+                                     struct ggml_tensor *v, struct ggml_tensor **peaks) {
     struct ggml_context *ctx = b->ctx;
     const int64_t n = q->ne[2], n_lanes = layer->n_lanes, n_rep = layer->n_heads / n_lanes, dim_v = b->hp->head_dim_v;
-    rows = ggml_view_2d(ctx, rows, n, n_lanes, (size_t)n * sizeof(int64_t), (size_t)shape->rows_at * sizeof(int64_t));
+    struct ggml_tensor *rows =
+        ggml_view_2d(ctx, inputs->rows, n, n_lanes, (size_t)n * sizeof(int64_t), (size_t)shape->rows_at * sizeof(int64_t));
     v = ggml_view_3d(ctx, v, dim_v, n_lanes, n, (size_t)dim_v * sizeof(float), v->nb[1], 0);
-    struct ggml_tensor *keys = lanes(ctx, store(ctx, layer->k, k, rows), shape->n_kv);
-    struct ggml_tensor *values = lanes(ctx, store(ctx, layer->v, v, rows), shape->n_kv);
+    struct ggml_tensor *keys = store(ctx, layer->k, k, rows), *values = store(ctx, layer->v, v, rows);
+    if (shape->seen_at >= 0) {
+        struct ggml_tensor *seen = ggml_view_2d(ctx, inputs->seen, shape->n_kv, n_lanes, (size_t)shape->n_kv * sizeof(int32_t),
+                                                (size_t)shape->seen_at * sizeof(int32_t));
+        keys = gather(ctx, keys, seen);
+        values = gather(ctx, values, seen);
+    } else {
+        keys = lanes(ctx, keys, shape->n_kv);
+        values = lanes(ctx, values, shape->n_kv);
+    }
     q = pad_rows(ctx, q, layer->dim_k);
     if (layer->ring != NULL) {
-        const int64_t kept = ring->ne[0];
+        const int64_t kept = inputs->ring->ne[0];
         struct ggml_tensor *last = ggml_view_2d(ctx, q, layer->ring->ne[0], kept, q->nb[2], (size_t)(n - kept) * q->nb[2]);
-        ggml_build_forward_expand(b->cgraph, ggml_set_rows(ctx, layer->ring, last, ring));
+        ggml_build_forward_expand(b->cgraph, ggml_set_rows(ctx, layer->ring, last, inputs->ring));
     }
     q = ggml_view_4d(ctx, q, layer->dim_k, n_rep, n_lanes, n, q->nb[1], (size_t)n_rep * q->nb[1], q->nb[2], 0);
     q = ggml_permute(ctx, q, 0, 2, 3, 1); /* [D, N, n_rep, G] */
     const size_t mask_row = (size_t)shape->n_kv * sizeof(ggml_fp16_t);
-    struct ggml_tensor *mask = ggml_view_4d(ctx, masks, shape->n_kv, n, 1, shape->n_masks, mask_row, mask_row * (size_t)n,
+    struct ggml_tensor *mask = ggml_view_4d(ctx, inputs->masks, shape->n_kv, n, 1, shape->n_masks, mask_row, mask_row * (size_t)n,
                                             mask_row * (size_t)n, (size_t)shape->mask_at * sizeof(ggml_fp16_t));
+    if (shape->peaks_at >= 0) {
+        *peaks = find_peaks(b, q, keys, mask);
+        ggml_set_output(*peaks);
+        ggml_build_forward_expand(b->cgraph, *peaks);
+    }
     struct ggml_tensor *fused =
         ggml_flash_attn_ext(ctx, q, keys, values, mask, b->hp->attention_scale, 0.0f, b->hp->attention_softcap);
     (void)ggml_prec_set_acc(fused, GGML_PREC_F32);

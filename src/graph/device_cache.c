@@ -1,43 +1,19 @@
 /*
- * The device home of a cache; how it works is told in device_cache.h.
+ * The device home of a cache: the memory of its layers, and what the cache asks of a home; how it works is told in device_cache.h.
  */
-#include "graph/device_cache.h"
+#include "graph/device_cache_internal.h"
 
 #include "weights/ggml_calls.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define SIDE_NODES 64      /* of a graph beside the batch's: moves, observation */
-#define HALF_HIDDEN 0xfc00 /* minus infinity */
-#define ROWS_ALIGNED 32    /* row numbers of a layer begin at multiples of so many: 256 bytes, what any device can bind */
-#define ALLOC_SLACK 1024   /* what a device may want beyond a tensor's bytes */
+#define ALLOC_SLACK 1024 /* what a device may want beyond a tensor's bytes */
 #define MIB 1048576.0
-
-typedef struct scratch {
-    void *data;
-    size_t bytes;
-} scratch;
-
-struct dt_device_cache {
-    dt_kv_home home;
-    const dt_decoder *decoder;
-    dt_memory *memory;                         /* the cache's; tensors are charged there */
-    dt_memory work;                            /* of scratch */
-    dt_device_layer *layers;                   /* [L] */
-    ggml_gallocr_t allocators[DT_MAX_DEVICES]; /* of side graphs */
-    dt_device_shape shape;
-    int32_t ring_position[DT_RING]; /* whose query a row of the rings holds; -1: none */
-    int32_t *observed_until;        /* [L] queries before that position have been observed */
-    scratch masks, rows, positions, moves, results;
-};
 
 static atomic_llong last_generation;
 
-static dt_device_cache *cache_of(const dt_kv_home *home) { return (dt_device_cache *)(uintptr_t)home; }
-
-static void *reserve(dt_device_cache *cache, scratch *s, size_t bytes) {
+void *dt_device_reserve(dt_device_cache *cache, dt_device_scratch *s, size_t bytes) {
     if (bytes > s->bytes) {
         void *larger = dt_memory_alloc(&cache->work, bytes + bytes / 2);
         if (larger == NULL) {
@@ -50,7 +26,7 @@ static void *reserve(dt_device_cache *cache, scratch *s, size_t bytes) {
     return s->data;
 }
 
-static dt_status fail_device(const dt_device_cache *cache, const dt_device_layer *layer, const char *what, dt_error *error) {
+dt_status dt_device_fail(const dt_device_cache *cache, const dt_device_layer *layer, const char *what, dt_error *error) {
     return dt_fail(error, DT_ERR_COMPUTE,
                    "the device %s failed %s; is it still there, with memory free? Fewer layers on it (-ngl) help",
                    dt_device_name(cache->decoder->devices[layer->device]), what);
@@ -69,7 +45,7 @@ static int32_t capacity_for(int32_t n) {
 
 static size_t layer_bytes(const dt_device_layer *layer, int32_t capacity) {
     const size_t rows = (size_t)capacity * (size_t)layer->n_lanes;
-    return rows * (ggml_row_size(layer->type, layer->dim_k) + ggml_row_size(layer->type, layer->dim_v) + sizeof(int32_t)) +
+    return rows * (ggml_row_size(layer->type, layer->dim_k) + ggml_row_size(layer->type, layer->dim_v) + sizeof(dt_device_row)) +
            2 * ALLOC_SLACK;
 }
 
@@ -110,11 +86,11 @@ static void free_layer(dt_device_cache *cache, dt_device_layer *layer) {
     if (layer->context) {
         ggml_free(layer->context);
     }
-    dt_memory_free(cache->memory, layer->source, (size_t)layer->capacity * (size_t)layer->n_lanes * sizeof *layer->source);
+    dt_memory_free(cache->memory, layer->pending, (size_t)layer->capacity * (size_t)layer->n_lanes * sizeof *layer->pending);
     dt_memory_discharge(cache->memory, layer->bytes);
     layer->buffer = NULL;
     layer->context = NULL;
-    layer->source = NULL;
+    layer->pending = NULL;
     layer->k = layer->v = NULL;
     layer->bytes = 0;
     layer->capacity = 0;
@@ -135,10 +111,10 @@ static bool copy_rows(const struct ggml_tensor *from, struct ggml_tensor *to, in
     return done;
 }
 
-static void reset_sources(dt_device_layer *layer) {
+void dt_device_reset_pending(dt_device_layer *layer) {
     for (int32_t lane = 0; lane < layer->n_lanes; lane++) {
         for (int32_t i = 0; i < layer->capacity; i++) {
-            layer->source[(size_t)lane * (size_t)layer->capacity + (size_t)i] = i;
+            dt_device_pending(layer, lane)[i] = (dt_device_row){.source = i};
         }
     }
     layer->moved = false;
@@ -159,10 +135,10 @@ static dt_status fail_room(const dt_device_cache *cache, const dt_device_layer *
 /* Gives a layer another capacity; its rows up to the smaller one stay. Nothing may be pending. */
 static dt_status resize_layer(dt_device_cache *cache, dt_device_layer *layer, int32_t capacity, dt_error *error) {
     dt_device_layer next = *layer;
-    const size_t source_bytes = (size_t)capacity * (size_t)layer->n_lanes * sizeof *next.source;
-    const size_t bytes = layer_bytes(layer, capacity) - source_bytes;
-    next.source = dt_memory_alloc(cache->memory, source_bytes);
-    const bool charged = next.source != NULL && dt_memory_charge(cache->memory, bytes);
+    const size_t pending_bytes = (size_t)capacity * (size_t)layer->n_lanes * sizeof *next.pending;
+    const size_t bytes = layer_bytes(layer, capacity) - pending_bytes;
+    next.pending = dt_memory_alloc(cache->memory, pending_bytes);
+    const bool charged = next.pending != NULL && dt_memory_charge(cache->memory, bytes);
     next.context = charged ? new_context(2) : NULL;
     next.buffer = NULL;
     if (next.context != NULL) {
@@ -177,10 +153,10 @@ static dt_status resize_layer(dt_device_cache *cache, dt_device_layer *layer, in
     if (!copied) {
         const bool has_room = next.buffer != NULL;
         free_layer(cache, &next);
-        return has_room ? fail_device(cache, layer, "to copy the KV cache", error) : fail_room(cache, layer, bytes, error);
+        return has_room ? dt_device_fail(cache, layer, "to copy the KV cache", error) : fail_room(cache, layer, bytes, error);
     }
     next.generation = atomic_fetch_add(&last_generation, 1) + 1;
-    reset_sources(&next);
+    dt_device_reset_pending(&next);
     free_layer(cache, layer);
     *layer = next;
     return DT_OK;
@@ -188,7 +164,7 @@ static dt_status resize_layer(dt_device_cache *cache, dt_device_layer *layer, in
 
 /* Room for n rows in every lane. A capacity a quarter too large shrinks: rounds free a sixteenth, so budgets don't make it swing.
  */
-static dt_status reserve_rows(dt_device_cache *cache, dt_device_layer *layer, int32_t n, dt_error *error) {
+dt_status dt_device_reserve_rows(dt_device_cache *cache, dt_device_layer *layer, int32_t n, dt_error *error) {
     const int32_t wanted = capacity_for(n);
     return n <= layer->capacity && layer->capacity <= wanted + wanted / 4 + DT_N_KV_PAD ? DT_OK
                                                                                         : resize_layer(cache, layer, wanted, error);
@@ -197,21 +173,27 @@ static dt_status reserve_rows(dt_device_cache *cache, dt_device_layer *layer, in
 /* ---- the home ---- */
 
 static void home_move(dt_kv_home *home, int32_t layer_index, int32_t lane, int32_t to, int32_t from) {
-    dt_device_layer *layer = &cache_of(home)->layers[layer_index];
-    int32_t *source = layer->source + (size_t)lane * (size_t)layer->capacity;
-    source[to] = source[from];
+    dt_device_layer *layer = &dt_device_cache_from(home)->layers[layer_index];
+    dt_device_row *pending = dt_device_pending(layer, lane);
+    pending[to] = pending[from];
+    layer->moved = true;
+}
+
+static void home_turn(dt_kv_home *home, int32_t layer_index, int32_t lane, int32_t entry, int32_t positions) {
+    dt_device_layer *layer = &dt_device_cache_from(home)->layers[layer_index];
+    dt_device_pending(layer, lane)[entry].turn += positions;
     layer->moved = true;
 }
 
 static void forget_queries(dt_device_cache *cache) {
     for (int32_t i = 0; i < DT_RING; i++) {
-        cache->ring_position[i] = -1;
+        cache->ring_index[i] = -1;
     }
     memset(cache->observed_until, 0, (size_t)cache->decoder->hp.n_layers * sizeof *cache->observed_until);
 }
 
 static void home_clear(dt_kv_home *home) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         free_layer(cache, &cache->layers[i]);
     }
@@ -219,7 +201,7 @@ static void home_clear(dt_kv_home *home) {
 }
 
 static void home_free(dt_kv_home *home) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     if (cache->layers != NULL && cache->observed_until != NULL) {
         home_clear(home);
     }
@@ -238,7 +220,7 @@ static void home_free(dt_kv_home *home) {
             ggml_gallocr_free(cache->allocators[i]);
         }
     }
-    scratch *all[] = {&cache->masks, &cache->rows, &cache->positions, &cache->moves, &cache->results};
+    dt_device_scratch *all[] = {&cache->masks, &cache->rows, &cache->positions, &cache->moves, &cache->results};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         dt_memory_free(&cache->work, all[i]->data, all[i]->bytes);
     }
@@ -249,7 +231,7 @@ static void home_free(dt_kv_home *home) {
 }
 
 static size_t home_bytes(const dt_kv_home *home) {
-    const dt_device_cache *cache = cache_of(home);
+    const dt_device_cache *cache = dt_device_cache_from(home);
     size_t bytes = 0;
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         const dt_device_layer *layer = &cache->layers[i];
@@ -260,7 +242,7 @@ static size_t home_bytes(const dt_kv_home *home) {
 }
 
 static size_t home_bytes_for(const dt_kv_home *home, int32_t n) {
-    const dt_device_cache *cache = cache_of(home);
+    const dt_device_cache *cache = dt_device_cache_from(home);
     size_t bytes = 0;
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         const dt_device_layer *layer = &cache->layers[i];
@@ -272,14 +254,17 @@ static size_t home_bytes_for(const dt_kv_home *home, int32_t n) {
 /* Rows as the tensor holds them. */
 static bool get_rows(const dt_device_layer *layer, int32_t lane, bool values, int32_t first, int32_t n, void *out) {
     const struct ggml_tensor *t = values ? layer->v : layer->k;
-    const int32_t *source = layer->source + (size_t)lane * (size_t)layer->capacity;
+    const dt_device_row *pending = dt_device_pending(layer, lane) + first;
     bool done = first + n <= layer->capacity;
+    for (int32_t i = 0; done && i < n; i++) {
+        done = pending[i].turn == 0 || values; /* a key that a device failed to turn is none */
+    }
     for (int32_t i = 0; done && i < n;) {
         int32_t run = 1; /* rows that follow each other are read at once */
-        while (i + run < n && source[first + i + run] == source[first + i] + run) {
+        while (i + run < n && pending[i + run].source == pending[i].source + run) {
             run++;
         }
-        const size_t at = (size_t)lane * t->nb[2] + (size_t)source[first + i] * t->nb[1];
+        const size_t at = (size_t)lane * t->nb[2] + (size_t)pending[i].source * t->nb[1];
         done = dt_ggml_get(t, (char *)out + (size_t)i * t->nb[1], at, (size_t)run * t->nb[1]);
         i += run;
     }
@@ -287,17 +272,17 @@ static bool get_rows(const dt_device_layer *layer, int32_t lane, bool values, in
 }
 
 static bool home_get(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out) {
-    const dt_device_layer *layer = &cache_of(home)->layers[layer_index];
+    const dt_device_layer *layer = &dt_device_cache_from(home)->layers[layer_index];
     return layer->type == GGML_TYPE_F16 && get_rows(layer, lane, values, first, n, out);
 }
 
 static bool home_read(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n, float *out) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     const dt_device_layer *layer = &cache->layers[layer_index];
     const int64_t dim = values ? cache->decoder->hp.head_dim_v : cache->decoder->hp.head_dim_k;
     const int64_t stored = values ? layer->dim_v : layer->dim_k;
     const size_t row = ggml_row_size(layer->type, stored), whole = (size_t)stored * sizeof *out;
-    char *rows = reserve(cache, &cache->rows, (size_t)n * row + whole);
+    char *rows = dt_device_reserve(cache, &cache->rows, (size_t)n * row + whole);
     if (rows == NULL || !get_rows(layer, lane, values, first, n, rows + whole)) {
         return false;
     }
@@ -311,9 +296,9 @@ static bool home_read(dt_kv_home *home, int32_t layer_index, int32_t lane, bool 
 
 static bool home_put(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n,
                      const uint16_t *in) {
-    dt_device_cache *cache = cache_of(home);
+    dt_device_cache *cache = dt_device_cache_from(home);
     dt_device_layer *layer = &cache->layers[layer_index];
-    if (layer->moved || reserve_rows(cache, layer, first + n, NULL) != DT_OK) {
+    if (layer->moved || dt_device_reserve_rows(cache, layer, first + n, NULL) != DT_OK) {
         return false;
     }
     struct ggml_tensor *t = values ? layer->v : layer->k;
@@ -337,6 +322,7 @@ static bool home_put(dt_kv_home *home, int32_t layer_index, int32_t lane, bool v
 static dt_status home_copy(const dt_kv_home *home, bool with_content, dt_kv_home **out, dt_error *error);
 
 static const dt_kv_home_ops home_ops = {.move = home_move,
+                                        .turn = home_turn,
                                         .clear = home_clear,
                                         .copy = home_copy,
                                         .free = home_free,
@@ -344,11 +330,13 @@ static const dt_kv_home_ops home_ops = {.move = home_move,
                                         .bytes_for = home_bytes_for,
                                         .get = home_get,
                                         .read = home_read,
-                                        .put = home_put};
+                                        .put = home_put,
+                                        .gather = dt_device_gather,
+                                        .scatter = dt_device_scatter};
 
 dt_device_cache *dt_device_cache_of(const dt_kv *kv) {
     dt_kv_home *home = dt_kv_get_home(kv);
-    return home != NULL && home->ops == &home_ops ? cache_of(home) : NULL;
+    return home != NULL && home->ops == &home_ops ? dt_device_cache_from(home) : NULL;
 }
 
 const dt_device_layer *dt_device_cache_layer(const dt_device_cache *cache, int32_t layer) { return &cache->layers[layer]; }
@@ -410,14 +398,7 @@ dt_status dt_device_cache_new(const dt_decoder *decoder, dt_memory *memory, cons
     dt_status status = cache != NULL ? DT_OK : dt_fail_memory(error, sizeof *cache, "the KV cache");
     for (int32_t i = 0; status == DT_OK && i < decoder->hp.n_layers; i++) {
         cache->layers[i] = describe_layer(decoder, &layers[i], i);
-        const dt_policy *policy = layers[i].budget.policy;
-        if (cache->layers[i].device >= 0 && dt_policy_repeats(policy)) {
-            status = dt_fail(
-                error, DT_ERR_UNSUPPORTED,
-                "layer %d is computed by %s, where the score \"%s\" can't be collected; use \"fast\" or \"predict\", or leave "
-                "the layer to the CPU's own kernels",
-                i, dt_device_name(decoder->devices[cache->layers[i].device]), policy->score_name);
-        } else if (cache->layers[i].device >= 0 && policy != NULL && policy->needs_mass) {
+        if (cache->layers[i].device >= 0 && dt_budget_needs_mass(&layers[i].budget)) {
             status = new_ring(cache, &cache->layers[i], error);
         }
     }
@@ -434,7 +415,7 @@ static dt_status copy_layer(dt_device_cache *to, dt_device_layer *b, const dt_de
     b->k = b->v = b->ring = NULL;
     b->context = b->ring_context = NULL;
     b->buffer = b->ring_buffer = NULL;
-    b->source = NULL;
+    b->pending = NULL;
     b->bytes = b->ring_bytes = 0;
     b->capacity = 0;
     b->moved = false;
@@ -443,21 +424,21 @@ static dt_status copy_layer(dt_device_cache *to, dt_device_layer *b, const dt_de
         return status;
     }
     if (a->ring != NULL && !dt_ggml_copy(a->ring, b->ring)) {
-        return fail_device(to, b, "to copy queries", error);
+        return dt_device_fail(to, b, "to copy queries", error);
     }
     status = a->capacity > 0 ? resize_layer(to, b, a->capacity, error) : DT_OK;
     if (status == DT_OK && a->capacity > 0) {
-        memcpy(b->source, a->source, (size_t)a->capacity * (size_t)a->n_lanes * sizeof *a->source);
+        memcpy(b->pending, a->pending, (size_t)a->capacity * (size_t)a->n_lanes * sizeof *a->pending);
         b->moved = a->moved;
         if (!copy_rows(a->k, b->k, a->capacity) || !copy_rows(a->v, b->v, a->capacity)) {
-            status = fail_device(to, b, "to copy the KV cache", error);
+            status = dt_device_fail(to, b, "to copy the KV cache", error);
         }
     }
     return status;
 }
 
 static dt_status home_copy(const dt_kv_home *home, bool with_content, dt_kv_home **out, dt_error *error) {
-    const dt_device_cache *from = cache_of(home);
+    const dt_device_cache *from = dt_device_cache_from(home);
     dt_device_cache *to = new_empty(from->decoder, from->memory);
     dt_status status = to != NULL ? DT_OK : dt_fail_memory(error, sizeof *to, "another KV cache");
     for (int32_t i = 0; status == DT_OK && i < from->decoder->hp.n_layers; i++) {
@@ -470,7 +451,7 @@ static dt_status home_copy(const dt_kv_home *home, bool with_content, dt_kv_home
         return status;
     }
     if (with_content) {
-        memcpy(to->ring_position, from->ring_position, sizeof to->ring_position);
+        memcpy(to->ring_index, from->ring_index, sizeof to->ring_index);
         memcpy(to->observed_until, from->observed_until, (size_t)from->decoder->hp.n_layers * sizeof *to->observed_until);
     }
     *out = &to->home;
@@ -485,449 +466,8 @@ size_t dt_device_cache_bytes_bound(const dt_decoder *decoder, const dt_kv_layer_
             const size_t own = layer_bytes(&layer, capacity_for(DT_ROUND_UP(longest[i], DT_N_KV_PAD)));
             bytes += own;
             largest = DT_MAX(largest, own); /* twice while it grows */
-            bytes += layers[i].budget.policy != NULL && layers[i].budget.policy->needs_mass ? ring_bytes(&layer) : 0;
+            bytes += dt_budget_needs_mass(&layers[i].budget) ? ring_bytes(&layer) : 0;
         }
     }
     return bytes + largest;
-}
-
-/* ---- side graphs ---- */
-
-typedef struct side_graph {
-    struct ggml_context *ctx;
-    struct ggml_cgraph *cgraph;
-} side_graph;
-
-static bool side_begin(side_graph *s) {
-    const size_t bytes = SIDE_NODES * ggml_tensor_overhead() + ggml_graph_overhead_custom(SIDE_NODES, false);
-    s->ctx = ggml_init((struct ggml_init_params){.mem_size = bytes, .no_alloc = true});
-    s->cgraph = s->ctx != NULL ? ggml_new_graph_custom(s->ctx, SIDE_NODES, false) : NULL;
-    return s->cgraph != NULL;
-}
-
-/* False also where the device lacks an operator: ggml would end the process. */
-static bool side_allocate(dt_device_cache *cache, const side_graph *s, int32_t device) {
-    for (int i = 0; i < ggml_graph_n_nodes(s->cgraph); i++) {
-        if (!ggml_backend_dev_supports_op(cache->decoder->devices[device], ggml_graph_node(s->cgraph, i))) {
-            return false;
-        }
-    }
-    if (cache->allocators[device] == NULL) {
-        cache->allocators[device] = ggml_gallocr_new(ggml_backend_dev_buffer_type(cache->decoder->devices[device]));
-    }
-    return cache->allocators[device] != NULL && dt_ggml_allocate_graph(cache->allocators[device], s->cgraph);
-}
-
-static struct ggml_tensor *side_input(const side_graph *s, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2,
-                                      int64_t ne3) {
-    struct ggml_tensor *t = ggml_new_tensor_4d(s->ctx, type, ne0, ne1, ne2, ne3);
-    ggml_set_input(t);
-    return t;
-}
-
-/* ---- moves ---- */
-
-static int32_t count_moved(const int32_t *source, int32_t n) {
-    int32_t n_moved = 0;
-    for (int32_t i = 0; i < n; i++) {
-        n_moved += source[i] != i;
-    }
-    return n_moved;
-}
-
-/* from and to are [G][n]; lanes that move fewer do again what their last move did, or leave row 0 where it is. */
-static void list_moves(const dt_device_layer *layer, const dt_kv *kv, int32_t index, int32_t n, int32_t *from, int64_t *to) {
-    for (int32_t lane = 0; lane < layer->n_lanes; lane++) {
-        const int32_t *source = layer->source + (size_t)lane * (size_t)layer->capacity;
-        dt_kv_lane_view view;
-        dt_kv_lane(kv, index, lane, &view);
-        int32_t found = 0;
-        for (int32_t i = 0; i < view.n_entries; i++) {
-            if (source[i] != i) {
-                from[found] = source[i];
-                to[found++] = i;
-            }
-        }
-        for (; found < n; found++) {
-            from[found] = found > 0 ? from[found - 1] : 0;
-            to[found] = found > 0 ? to[found - 1] : 0;
-        }
-        from += n;
-        to += n;
-    }
-}
-
-static dt_status move_rows(dt_device_cache *cache, const dt_kv *kv, int32_t index, ggml_backend_t backend, dt_error *error) {
-    dt_device_layer *layer = &cache->layers[index];
-    int32_t n = 0;
-    for (int32_t lane = 0; lane < layer->n_lanes; lane++) {
-        dt_kv_lane_view view;
-        dt_kv_lane(kv, index, lane, &view);
-        n = DT_MAX(n, count_moved(layer->source + (size_t)lane * (size_t)layer->capacity, view.n_entries));
-    }
-    if (n == 0) {
-        return DT_OK;
-    }
-    const size_t n_all = (size_t)n * (size_t)layer->n_lanes;
-    int64_t *to = reserve(cache, &cache->moves, n_all * (sizeof(int64_t) + sizeof(int32_t)));
-    side_graph s = {0};
-    bool done = to != NULL && side_begin(&s);
-    if (done) {
-        int32_t *from = (int32_t *)(to + n_all);
-        list_moves(layer, kv, index, n, from, to);
-        struct ggml_tensor *from_rows = side_input(&s, GGML_TYPE_I32, n, layer->n_lanes, 1, 1);
-        struct ggml_tensor *to_rows = side_input(&s, GGML_TYPE_I64, n, layer->n_lanes, 1, 1);
-        ggml_build_forward_expand(s.cgraph, ggml_set_rows(s.ctx, layer->k, ggml_get_rows(s.ctx, layer->k, from_rows), to_rows));
-        ggml_build_forward_expand(s.cgraph, ggml_set_rows(s.ctx, layer->v, ggml_get_rows(s.ctx, layer->v, from_rows), to_rows));
-        done = side_allocate(cache, &s, layer->device) && dt_ggml_set(from_rows, from, 0, n_all * sizeof *from) &&
-               dt_ggml_set(to_rows, to, 0, n_all * sizeof *to) && dt_ggml_compute(backend, s.cgraph) == GGML_STATUS_SUCCESS;
-    }
-    ggml_free(s.ctx);
-    return done ? DT_OK : fail_device(cache, layer, "to compact the KV cache", error);
-}
-
-dt_status dt_device_cache_settle(dt_device_cache *cache, const dt_kv *kv, ggml_backend_t const *backends, dt_error *error) {
-    dt_status status = DT_OK;
-    for (int32_t i = 0; status == DT_OK && i < cache->decoder->hp.n_layers; i++) {
-        dt_device_layer *layer = &cache->layers[i];
-        if (layer->moved) {
-            status = move_rows(cache, kv, i, backends[layer->device], error);
-            if (status == DT_OK) {
-                reset_sources(layer);
-            }
-        }
-    }
-    return status;
-}
-
-/* ---- what a batch sees ---- */
-
-/* What a layer's queries see, where that is more than what comes before them. */
-typedef struct lane_sight {
-    int32_t n_committed, n_kv;
-    const int32_t *positions; /* NULL: not needed */
-    const float *bias;        /* NULL: none */
-    int32_t window;           /* 0: none, or out of reach */
-    /* With a focus (first_block > 0) of the committed entries only these are seen: up to first_block, [focus_first, focus_end),
-     * from batch_first on. */
-    int32_t first_block, focus_first, focus_end, batch_first;
-} lane_sight;
-
-static bool window_matters(const dt_kv_layer_params *params, const dt_device_sight *sight) {
-    return params->window > 0 && sight->first_position + sight->n_query - 1 >= params->window;
-}
-
-static bool is_plain(const dt_kv *kv, int32_t layer, const dt_device_sight *sight) {
-    const dt_kv_layer_params *params = dt_kv_layer(kv, layer);
-    bool plain = sight->focus_from == 0 && !window_matters(params, sight);
-    for (int32_t lane = 0; plain && lane < params->n_lanes; lane++) {
-        dt_kv_lane_view view;
-        dt_kv_lane(kv, layer, lane, &view);
-        plain = view.bias == NULL;
-    }
-    return plain;
-}
-
-static bool same_lengths(const dt_kv *kv, int32_t layer) { return dt_kv_mean_length(kv, layer) == (double)dt_kv_length(kv, layer); }
-
-dt_status dt_device_cache_reserve(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight,
-                                  const dt_device_shape **shape, dt_error *error) {
-    dt_device_shape *s = &cache->shape;
-    memset(s->n_mask, 0, sizeof s->n_mask);
-    memset(s->n_rows, 0, sizeof s->n_rows);
-    for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
-        dt_device_layer *layer = &cache->layers[i];
-        dt_device_layer_shape *own = &s->layers[i];
-        *own = (dt_device_layer_shape){0};
-        if (layer->device < 0) {
-            continue;
-        }
-        const int32_t d = layer->device, length = dt_kv_length(kv, i);
-        own->n_kv = DT_ROUND_UP(length, DT_N_KV_PAD);
-        const dt_status status = reserve_rows(cache, layer, own->n_kv, error);
-        if (status != DT_OK) {
-            return status;
-        }
-        own->generation = layer->generation;
-        own->rows_at = s->n_rows[d];
-        s->n_rows[d] += DT_ROUND_UP((int64_t)sight->n_query * layer->n_lanes, ROWS_ALIGNED);
-        const bool shares = is_plain(kv, i, sight) && same_lengths(kv, i);
-        own->n_masks = shares ? 1 : layer->n_lanes;
-        own->mask_at = -1;
-        for (int32_t j = 0; shares && j < i && own->mask_at < 0; j++) {
-            if (cache->layers[j].device == d && s->layers[j].n_masks == 1 && dt_kv_length(kv, j) == length && same_lengths(kv, j) &&
-                is_plain(kv, j, sight)) {
-                own->mask_at = s->layers[j].mask_at;
-            }
-        }
-        if (own->mask_at < 0) {
-            own->mask_at = s->n_mask[d];
-            s->n_mask[d] += (int64_t)own->n_kv * sight->n_query * own->n_masks;
-        }
-    }
-    *shape = s;
-    return DT_OK;
-}
-
-/* One query's row of a mask. index: which of the batch's it is. */
-static void fill_row(const lane_sight *l, int32_t index, int32_t position, uint16_t *row) {
-    const int32_t n_visible = l->n_committed + index + 1;
-    memset(row, 0, (size_t)n_visible * sizeof *row);
-    for (int32_t e = n_visible; e < l->n_kv; e++) {
-        row[e] = HALF_HIDDEN;
-    }
-    for (int32_t e = 0; l->bias != NULL && e < n_visible; e++) {
-        row[e] = dt_f32_to_f16(l->bias[e]);
-    }
-    for (int32_t e = 0; l->window > 0 && e < n_visible; e++) {
-        row[e] = l->positions[e] > position - l->window ? row[e] : HALF_HIDDEN;
-    }
-    for (int32_t e = l->first_block; l->first_block > 0 && e < l->n_committed; e++) {
-        row[e] = (e >= l->focus_first && e < l->focus_end) || e >= l->batch_first ? row[e] : HALF_HIDDEN;
-    }
-}
-
-static dt_status see_lane(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t layer, int32_t lane,
-                          lane_sight *out, dt_error *error) {
-    const dt_kv_layer_params *params = dt_kv_layer(kv, layer);
-    const int32_t block = params->format.block_tokens;
-    dt_kv_lane_view view;
-    dt_kv_lane(kv, layer, lane, &view);
-    *out = (lane_sight){.n_committed = view.n_entries - view.n_uncommitted,
-                        .n_kv = cache->shape.layers[layer].n_kv,
-                        .bias = view.bias,
-                        .window = window_matters(params, sight) ? params->window : 0};
-    if (sight->focus_from > 0) { /* rounded outwards to blocks, as dt_batch says */
-        out->first_block = block;
-        out->focus_first = DT_MAX(out->n_committed - sight->focus_from, 0) / block * block;
-        out->focus_end = DT_ROUND_UP(DT_MAX(out->n_committed - sight->focus_to, 0), block);
-        out->batch_first = out->n_committed / block * block;
-    }
-    if (out->window > 0) {
-        int32_t *positions = reserve(cache, &cache->positions, (size_t)view.n_entries * sizeof *positions);
-        if (positions == NULL) {
-            return dt_fail_memory(error, (size_t)view.n_entries * sizeof *positions, "a mask");
-        }
-        dt_kv_positions(kv, layer, lane, positions);
-        out->positions = positions;
-    }
-    return DT_OK;
-}
-
-static dt_status fill_masks(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device, uint16_t *out,
-                            dt_error *error) {
-    int64_t filled = 0; /* masks come in order; one that a later layer shares is there already */
-    for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
-        const dt_device_layer_shape *own = &cache->shape.layers[i];
-        for (int32_t m = 0; cache->layers[i].device == device && own->mask_at == filled && m < own->n_masks; m++) {
-            lane_sight lane;
-            const dt_status status = see_lane(cache, kv, sight, i, m, &lane, error);
-            if (status != DT_OK) {
-                return status;
-            }
-            for (int32_t q = 0; q < sight->n_query; q++) {
-                fill_row(&lane, q, sight->first_position + q, out + own->mask_at + ((int64_t)m * sight->n_query + q) * own->n_kv);
-            }
-        }
-        if (cache->layers[i].device == device && own->mask_at == filled) {
-            filled += (int64_t)own->n_kv * sight->n_query * own->n_masks;
-        }
-    }
-    return DT_OK;
-}
-
-static void fill_rows(const dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device, int64_t *out) {
-    for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
-        for (int32_t lane = 0; cache->layers[i].device == device && lane < cache->layers[i].n_lanes; lane++) {
-            dt_kv_lane_view view;
-            dt_kv_lane(kv, i, lane, &view);
-            int64_t *row = out + cache->shape.layers[i].rows_at + (int64_t)lane * sight->n_query;
-            for (int32_t q = 0; q < sight->n_query; q++) {
-                row[q] = view.n_entries - sight->n_query + q;
-            }
-        }
-    }
-}
-
-/* Queries of a repetition are no part of the text: they go to a row that nobody reads. */
-static int64_t ring_row(const dt_device_sight *sight, int32_t query) {
-    return sight->focus_from > 0 ? DT_RING : (sight->first_position + query) % DT_RING;
-}
-
-dt_status dt_device_cache_fill_inputs(dt_device_cache *cache, const dt_kv *kv, const dt_device_sight *sight, int32_t device,
-                                      struct ggml_tensor *masks, struct ggml_tensor *rows, struct ggml_tensor *ring,
-                                      dt_error *error) {
-    const size_t mask_bytes = (size_t)cache->shape.n_mask[device] * sizeof(uint16_t);
-    const size_t rows_bytes = (size_t)cache->shape.n_rows[device] * sizeof(int64_t);
-    uint16_t *halves = masks != NULL ? reserve(cache, &cache->masks, mask_bytes) : NULL;
-    int64_t *numbers = rows != NULL ? reserve(cache, &cache->rows, rows_bytes) : NULL;
-    if ((masks != NULL && halves == NULL) || (rows != NULL && numbers == NULL)) {
-        return dt_fail_memory(error, mask_bytes + rows_bytes, "what the device is told");
-    }
-    bool done = true;
-    if (masks != NULL) {
-        const dt_status status = fill_masks(cache, kv, sight, device, halves, error);
-        if (status != DT_OK) {
-            return status;
-        }
-        done = dt_ggml_set(masks, halves, 0, mask_bytes);
-    }
-    if (rows != NULL) {
-        memset(numbers, 0, rows_bytes);
-        fill_rows(cache, kv, sight, device, numbers);
-        done = done && dt_ggml_set(rows, numbers, 0, rows_bytes);
-    }
-    if (ring != NULL) {
-        int64_t kept[DT_RING];
-        const int32_t n = DT_MIN(sight->n_query, DT_RING);
-        for (int32_t i = 0; i < n; i++) {
-            kept[i] = ring_row(sight, sight->n_query - n + i);
-        }
-        done = done && dt_ggml_set(ring, kept, 0, (size_t)n * sizeof kept[0]);
-    }
-    return done ? DT_OK
-                : dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input",
-                          dt_device_name(cache->decoder->devices[device]));
-}
-
-void dt_device_cache_computed(dt_device_cache *cache, const dt_device_sight *sight) {
-    for (int32_t i = DT_MAX(sight->n_query - DT_RING, 0); sight->focus_from == 0 && i < sight->n_query; i++) {
-        cache->ring_position[ring_row(sight, i)] = sight->first_position + i;
-    }
-}
-
-/* ---- observation ---- */
-
-/* Rows of the ring that hold the newest queries not observed yet, at most DT_OBSERVE_WINDOW, oldest first. */
-static int32_t find_queries(const dt_device_cache *cache, int32_t layer, int32_t next_position, int32_t *slots) {
-    const int32_t first = DT_MAX(next_position - DT_OBSERVE_WINDOW, DT_MIN(cache->observed_until[layer], next_position));
-    int32_t n = 0;
-    for (int32_t p = DT_MAX(first, 0); p < next_position; p++) {
-        if (cache->ring_position[p % DT_RING] == p) {
-            slots[n++] = p % DT_RING;
-        }
-    }
-    return n;
-}
-
-/* Masks of the observed queries, [G][n][n_kv]. A query that sees nothing of a lane any more looks at what is behind its end. */
-static dt_status fill_observed(dt_device_cache *cache, const dt_kv *kv, int32_t layer, int32_t n_kv, const int32_t *slots,
-                               int32_t n, uint16_t *out, dt_error *error) {
-    const dt_kv_layer_params *params = dt_kv_layer(kv, layer);
-    for (int32_t lane = 0; lane < params->n_lanes; lane++) {
-        dt_kv_lane_view view;
-        dt_kv_lane(kv, layer, lane, &view);
-        int32_t *positions = reserve(cache, &cache->positions, (size_t)n_kv * sizeof *positions);
-        if (positions == NULL) {
-            return dt_fail_memory(error, (size_t)n_kv * sizeof *positions, "a mask");
-        }
-        dt_kv_positions(kv, layer, lane, positions);
-        for (int32_t q = 0; q < n; q++, out += n_kv) {
-            const int32_t p = cache->ring_position[slots[q]];
-            bool sees = false;
-            for (int32_t e = 0; e < n_kv; e++) {
-                const bool visible =
-                    e < view.n_entries && positions[e] <= p && (params->window == 0 || positions[e] > p - params->window);
-                out[e] = !visible ? HALF_HIDDEN : view.bias != NULL ? dt_f32_to_f16(view.bias[e]) : 0;
-                sees = sees || visible;
-            }
-            out[n_kv - 1] = sees ? out[n_kv - 1] : 0;
-        }
-    }
-    return DT_OK;
-}
-
-/* Sum over the rows of each lane: x [n_kv, n, n_rep, G] -> [1, n_kv, G] */
-static struct ggml_tensor *sum_queries(struct ggml_context *ctx, struct ggml_tensor *x) {
-    x = ggml_reshape_3d(ctx, x, x->ne[0], x->ne[1] * x->ne[2], x->ne[3]);
-    return ggml_sum_rows(ctx, ggml_cont(ctx, ggml_transpose(ctx, x)));
-}
-
-typedef struct observation {
-    struct ggml_tensor *all_rows, *slots, *mask; /* inputs */
-    struct ggml_tensor *mass, *squares;          /* [1, n_kv, G] */
-} observation;
-
-static void build_observation(const dt_device_cache *cache, const side_graph *s, const dt_device_layer *layer, int32_t n_kv,
-                              int32_t n_queries, observation *out) {
-    struct ggml_context *ctx = s->ctx;
-    out->all_rows = side_input(s, GGML_TYPE_I32, n_kv, layer->n_lanes, 1, 1);
-    out->squares = ggml_sum_rows(ctx, ggml_sqr(ctx, ggml_get_rows(ctx, layer->v, out->all_rows)));
-    ggml_set_output(out->squares);
-    ggml_build_forward_expand(s->cgraph, out->squares);
-    if (n_queries == 0) {
-        return;
-    }
-    const int64_t n_rep = layer->n_heads / layer->n_lanes;
-    out->slots = side_input(s, GGML_TYPE_I32, n_queries, 1, 1, 1);
-    out->mask = side_input(s, GGML_TYPE_F16, n_kv, n_queries, 1, layer->n_lanes);
-    struct ggml_tensor *q = ggml_get_rows(ctx, layer->ring, out->slots);
-    q = ggml_reshape_4d(ctx, q, layer->dim_k, n_rep, layer->n_lanes, n_queries);
-    q = ggml_cont(ctx, ggml_permute(ctx, q, 0, 2, 3, 1)); /* [D, n, n_rep, G] */
-    struct ggml_tensor *k =
-        ggml_view_4d(ctx, layer->k, layer->dim_k, n_kv, 1, layer->n_lanes, layer->k->nb[1], layer->k->nb[2], layer->k->nb[2], 0);
-    const dt_device_builder b = {.ctx = ctx, .cgraph = s->cgraph, .hp = &cache->decoder->hp};
-    out->mass = sum_queries(ctx, dt_device_weights(&b, q, k, out->mask));
-    ggml_set_output(out->mass);
-    ggml_build_forward_expand(s->cgraph, out->mass);
-}
-
-/* input: [n_kv * G] row numbers, then the masks; output: [G][n_kv] mass, then squares of norms */
-static bool run_observation(dt_device_cache *cache, const side_graph *s, const dt_device_layer *layer, const observation *o,
-                            const int32_t *slots, const int32_t *all_rows, const uint16_t *mask, ggml_backend_t backend,
-                            float *mass, float *squares) {
-    bool done = side_allocate(cache, s, layer->device) && dt_ggml_set(o->all_rows, all_rows, 0, ggml_nbytes(o->all_rows));
-    if (done && o->mass != NULL) {
-        done = dt_ggml_set(o->slots, slots, 0, ggml_nbytes(o->slots)) && dt_ggml_set(o->mask, mask, 0, ggml_nbytes(o->mask));
-    }
-    done = done && dt_ggml_compute(backend, s->cgraph) == GGML_STATUS_SUCCESS;
-    done = done && dt_ggml_get(o->squares, squares, 0, ggml_nbytes(o->squares));
-    return done && (o->mass == NULL || dt_ggml_get(o->mass, mass, 0, ggml_nbytes(o->mass)));
-}
-
-dt_status dt_device_cache_observe(dt_device_cache *cache, const dt_kv *kv, int32_t layer_index, int32_t next_position,
-                                  ggml_backend_t const *backends, const float **mass, const float **norms, size_t *stride,
-                                  int32_t *n_queries, dt_error *error) {
-    const dt_device_layer *layer = &cache->layers[layer_index];
-    const int32_t n_kv = DT_ROUND_UP(dt_kv_length(kv, layer_index), DT_N_KV_PAD);
-    int32_t slots[DT_OBSERVE_WINDOW];
-    const int32_t n = find_queries(cache, layer_index, next_position, slots);
-    dt_status status = dt_device_cache_settle(cache, kv, backends, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    const size_t n_rows = (size_t)n_kv * (size_t)layer->n_lanes;
-    float *results = reserve(cache, &cache->results, 2 * n_rows * sizeof *results);
-    int32_t *all_rows = reserve(cache, &cache->rows, n_rows * sizeof *all_rows);
-    uint16_t *mask = reserve(cache, &cache->masks, n_rows * (size_t)DT_MAX(n, 1) * sizeof *mask);
-    if (results == NULL || all_rows == NULL || mask == NULL) {
-        return dt_fail_memory(error, n_rows * (2 * sizeof *results + (size_t)n * sizeof *mask), "observing attention");
-    }
-    for (size_t i = 0; i < n_rows; i++) {
-        all_rows[i] = (int32_t)(i % (size_t)n_kv);
-    }
-    status = fill_observed(cache, kv, layer_index, n_kv, slots, n, mask, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    side_graph s = {0};
-    observation o = {0};
-    bool done = side_begin(&s);
-    if (done) {
-        build_observation(cache, &s, layer, n_kv, n, &o);
-        done = run_observation(cache, &s, layer, &o, slots, all_rows, mask, backends[layer->device], results, results + n_rows);
-    }
-    ggml_free(s.ctx);
-    if (!done) {
-        return fail_device(cache, layer, "to observe attention", error);
-    }
-    for (size_t i = 0; i < n_rows; i++) {
-        results[n_rows + i] = sqrtf(results[n_rows + i]);
-    }
-    cache->observed_until[layer_index] = next_position;
-    *mass = results;
-    *norms = results + n_rows;
-    *stride = (size_t)n_kv;
-    *n_queries = n;
-    return DT_OK;
 }

@@ -59,6 +59,7 @@ struct dt_graph {
     growing_buffer mass;           /* of each sequence: [lanes of observed layers][rows][stride] */
     growing_buffer mass_rows;      /* int32 [N]: 0 or more for observed queries, -1 else */
     growing_buffer index;          /* int32 [N]: positions of the batch */
+    growing_buffer peaks;          /* float, of caches elsewhere: [lanes of layers with peaks][n_kv] */
     growing_buffer logits;         /* float [n_outputs][V], where a device has computed them */
     struct ggml_context *work_ctx; /* of a graph of one node, which calls work */
     struct ggml_cgraph *work_graph;
@@ -255,6 +256,7 @@ void dt_graph_free(dt_graph *graph) {
     release(graph, &graph->mass);
     release(graph, &graph->mass_rows);
     release(graph, &graph->index);
+    release(graph, &graph->peaks);
     release(graph, &graph->logits);
     ggml_free(graph->work_ctx);
     free(graph->first_lane);
@@ -290,6 +292,15 @@ static int32_t focus_spans(const dt_kv_lane_view *view, const dt_sequence *seq, 
 }
 
 static bool is_elsewhere(const dt_kv *kv, int32_t layer) { return dt_kv_layer(kv, layer)->format.elsewhere; }
+
+static dt_device_sight sight_of(const dt_sequence *seq) {
+    return (dt_device_sight){.n_query = seq->n,
+                             .first_position = seq->first_position,
+                             .first_index = seq->first_position + dt_kv_shift(seq->kv),
+                             .focus_from = seq->focus_from,
+                             .focus_to = seq->focus_to,
+                             .peaks = seq->peak ? seq->observe_layer : NULL};
+}
 
 /* Whether attention mass is collected on the way. */
 static bool observes(const dt_sequence *seq, int32_t layer) {
@@ -331,8 +342,18 @@ static void deal_out(const dt_graph *g, const dt_sequence *sequences, int32_t n_
     }
 }
 
+/* Of a layer that is elsewhere, where the peaks of the batch will lie. */
+static void connect_peaks(dt_graph *g, const dt_sequence *seq, const dt_device_layer_shape *shape, int32_t layer, dt_attn_lane *to,
+                          int32_t *column) {
+    const dt_device_sight sight = sight_of(seq);
+    for (int32_t lane = 0; shape->peaks_at >= 0 && lane < g->decoder->hp.n_kv_heads[layer]; lane++) {
+        to[lane].mass = (float *)g->peaks.data + shape->peaks_at + (int64_t)lane * shape->n_kv;
+        column[lane] = dt_device_cache_focus_column(seq->kv, &sight, layer, lane);
+    }
+}
+
 /* Points every lane at the cache's content and, in observed layers, at its rows of the mass buffer. */
-static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
+static void connect_lanes(dt_graph *g, const dt_plan *plan, const dt_sequence *seq, int32_t number) {
     const dt_hparams *hp = &g->decoder->hp;
     const share *from = (share *)g->share.data + number;
     dt_attn_lane *to = (dt_attn_lane *)g->lanes.data + (size_t)number * g->n_lanes;
@@ -341,6 +362,8 @@ static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
     dt_kv_span *spans = (dt_kv_span *)g->spans.data + from->span;
     for (int32_t i = 0; i < hp->n_layers; i++) {
         const bool observe = observes(seq, i);
+        dt_attn_lane *first = to;
+        int32_t *first_column = column;
         for (int32_t lane = 0; lane < hp->n_kv_heads[i]; lane++, to++, column++) {
             dt_kv_lane_view view;
             dt_kv_lane(seq->kv, i, lane, &view);
@@ -357,6 +380,9 @@ static void connect_lanes(dt_graph *g, const dt_sequence *seq, int32_t number) {
                 to->value_norm = NULL; /* indexed by all of the lane's entries; those of the batch will not stay */
                 spans += to->n_spans;
             }
+        }
+        if (is_elsewhere(seq->kv, i)) {
+            connect_peaks(g, seq, &plan->shapes[(size_t)number * (size_t)hp->n_layers + (size_t)i], i, first, first_column);
         }
     }
 }
@@ -401,7 +427,7 @@ static dt_attn_job make_job(const dt_graph *g, const dt_plan_layer *io, const dt
     return job;
 }
 
-static dt_status prepare_jobs(dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences,
+static dt_status prepare_jobs(dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, int32_t n_sequences, size_t n_peaks,
                               dt_error *error) {
     const size_t n = (size_t)n_sequences, n_layers = (size_t)g->decoder->hp.n_layers;
     dt_status status = reserve(g, &g->share, n * sizeof(share), "the attention jobs", error);
@@ -425,6 +451,7 @@ static dt_status prepare_jobs(dt_graph *g, const dt_plan *plan, const dt_sequenc
         {&g->mass, whole.mass * sizeof(float), "attention mass"},
         {&g->mass_rows, whole.token * sizeof(int32_t), "attention mass"},
         {&g->index, whole.token * sizeof(int32_t), "positions"},
+        {&g->peaks, n_peaks * sizeof(float), "attention peaks"},
     };
     for (size_t i = 0; status == DT_OK && i < sizeof needs / sizeof needs[0]; i++) {
         status = reserve(g, needs[i].buffer, DT_MAX(needs[i].bytes, 1), needs[i].what, error);
@@ -435,7 +462,7 @@ static dt_status prepare_jobs(dt_graph *g, const dt_plan *plan, const dt_sequenc
     int32_t *mass_rows = g->mass_rows.data, *positions = g->index.data;
     for (int32_t s = 0; s < n_sequences; s++) {
         const dt_sequence *seq = &sequences[s];
-        connect_lanes(g, seq, s);
+        connect_lanes(g, plan, seq, s);
         for (int32_t i = 0; i < seq->n; i++) {
             const int32_t observed = i - (seq->n - seq->n_observed);
             *mass_rows++ = observed < 0 ? -1 : seq->observe_apart ? observed : 0;
@@ -456,11 +483,6 @@ static dt_status fail_input(const dt_graph *g, int32_t device, dt_error *error) 
     return dt_fail(error, DT_ERR_COMPUTE, "the device %s does not take its input", dt_device_name(g->decoder->devices[device]));
 }
 
-static dt_device_sight sight_of(const dt_sequence *seq) {
-    return (dt_device_sight){
-        .n_query = seq->n, .first_position = seq->first_position, .focus_from = seq->focus_from, .focus_to = seq->focus_to};
-}
-
 /* What segments are told: positions, and of a cache that is elsewhere where it is to be written and what is seen of it. */
 static dt_status set_segment_inputs(const dt_graph *g, const dt_plan *plan, const dt_sequence *sequences, dt_error *error) {
     for (int32_t i = 0; i < plan->n_segments; i++) {
@@ -468,11 +490,11 @@ static dt_status set_segment_inputs(const dt_graph *g, const dt_plan *plan, cons
         if (s->positions != NULL && !dt_ggml_set(s->positions, g->index.data, 0, ggml_nbytes(s->positions))) {
             return fail_input(g, s->device, error);
         }
-        for (int32_t j = 0; j < plan->n_elsewhere && s->masks[j] != NULL; j++) {
+        for (int32_t j = 0; j < plan->n_elsewhere && s->inputs[j].masks != NULL; j++) {
             const dt_kv *kv = sequences[j].kv;
             const dt_device_sight sight = sight_of(&sequences[j]);
-            const dt_status status = dt_device_cache_fill_inputs(dt_device_cache_of(kv), kv, &sight, s->device, s->masks[j],
-                                                                 s->rows[j], s->ring[j], error);
+            const dt_status status =
+                dt_device_cache_fill_inputs(dt_device_cache_of(kv), kv, &sight, s->device, &s->inputs[j], error);
             if (status != DT_OK) {
                 return status;
             }
@@ -565,6 +587,21 @@ static dt_status fetch_logits(dt_graph *g, const dt_plan *plan, const float **lo
                                                                : dt_fail(error, DT_ERR_COMPUTE, "the device gave no logits");
 }
 
+/* The peaks that devices have found; a model that overflowed has none. */
+static dt_status fetch_peaks(const dt_graph *g, const dt_plan *plan, dt_error *error) {
+    for (int32_t i = 0; plan->n_elsewhere > 0 && i < g->decoder->hp.n_layers; i++) {
+        const struct ggml_tensor *t = plan->layers[i].peaks;
+        float *to = t != NULL ? (float *)g->peaks.data + plan->shapes[i].peaks_at : NULL;
+        if (t != NULL && !dt_ggml_get(t, to, 0, ggml_nbytes(t))) {
+            return dt_fail(error, DT_ERR_COMPUTE, "the device did not tell what layer %d attends to", i);
+        }
+        for (int64_t e = 0; t != NULL && e < ggml_nelements(t); e++) {
+            to[e] = dt_is_finite(to[e]) ? to[e] : 0;
+        }
+    }
+    return DT_OK;
+}
+
 /* Room in caches that are elsewhere; out tells the graph of them. */
 static dt_status reserve_elsewhere(const dt_sequence *sequences, int32_t n_sequences, dt_plan_sequence *out, dt_error *error) {
     dt_status status =
@@ -597,7 +634,8 @@ static dt_status prepare(dt_graph *g, const dt_sequence *sequences, int32_t n_se
     if (!dt_plan_fits(*out, &params)) {
         status = dt_plan_build(*out, &params, error);
     }
-    return status == DT_OK ? prepare_jobs(g, *out, sequences, n_sequences, error) : status;
+    const size_t n_peaks = params.n_elsewhere > 0 ? (size_t)elsewhere[0].shape->n_peaks : 0;
+    return status == DT_OK ? prepare_jobs(g, *out, sequences, n_sequences, n_peaks, error) : status;
 }
 
 dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_t n_sequences, const float **logits,
@@ -617,6 +655,9 @@ dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_
     if (status == DT_OK) {
         status = fetch_logits(graph, plan, logits, error);
     }
+    if (status == DT_OK) {
+        status = fetch_peaks(graph, plan, error);
+    }
     for (int32_t i = 0; status == DT_OK && i < plan->n_elsewhere; i++) {
         const dt_device_sight sight = sight_of(&sequences[i]);
         dt_device_cache_computed(dt_device_cache_of(sequences[i].kv), &sight);
@@ -629,9 +670,8 @@ dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error) {
     return cache != NULL ? dt_device_cache_settle(cache, kv, graph->backends, error) : DT_OK;
 }
 
-dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_position, dt_observed *out,
-                           dt_error *error) {
-    return dt_device_cache_observe(dt_device_cache_of(kv), kv, layer, next_position, graph->backends, &out->mass, &out->norms,
+dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_index, dt_observed *out, dt_error *error) {
+    return dt_device_cache_observe(dt_device_cache_of(kv), kv, layer, next_index, graph->backends, &out->mass, &out->norms,
                                    &out->stride, &out->n_queries, error);
 }
 
@@ -639,7 +679,8 @@ const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t laye
     const size_t index = (size_t)sequence * graph->n_lanes + (size_t)(graph->first_lane[layer] + lane);
     const float *mass = ((const dt_attn_lane *)graph->lanes.data)[index].mass;
     const size_t column = (size_t)((const int32_t *)graph->focus_column.data)[index];
-    return mass ? mass + (size_t)row * graph->ops[layer].jobs[sequence].mass_stride + column : NULL;
+    const size_t before = row > 0 ? (size_t)row * graph->ops[layer].jobs[sequence].mass_stride : 0;
+    return mass ? mass + before + column : NULL;
 }
 
 void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user) {

@@ -55,25 +55,26 @@ dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_
 
 /* Attention mass that the observed queries of one of the last batch's sequences gave to each entry of a lane, or of its focus;
  * entry order as in the cache before it is committed. row: which of the observed queries when they were observed apart, else 0.
- * NULL where the layer was not observed, or is elsewhere (dt_graph_observe). */
+ * NULL where the layer was not observed, or is elsewhere (dt_graph_observe), where there are only peaks of a focus, and only of a
+ * batch of one sequence. */
 const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row);
 
 /* Calls fn on every thread, as ggml's operators are called: for work that is dealt out by ith of nth. Returns when all are done. */
 void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user);
 
-/* Plays on devices what rounds have moved; to be called before entries are appended. */
+/* Plays on devices what rounds have moved and keys are to turn by; to be called before entries are appended, and before rounds that
+ * read entries there, which the graph's backends then do. */
 dt_status dt_graph_settle(dt_graph *graph, const dt_kv *kv, dt_error *error);
 
 /* For a layer whose cache is elsewhere, before a round: how much attention the newest queries that were not told yet gave its
- * entries, at most DT_OBSERVE_WINDOW of them, and the norms of its values. Lane l's begin at l * stride; the cache's until its next
- * batch. */
+ * entries, at most DT_OBSERVE_WINDOW of them, and the norms of its values. next_index: the next token's in the conversation. Lane l's
+ * begin at l * stride; the cache's until its next batch. */
 typedef struct dt_observed {
     const float *mass, *norms;
     size_t stride;
     int32_t n_queries; /* 0: none came since the last time, and there is no mass */
 } dt_observed;
-dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_position, dt_observed *out,
-                           dt_error *error);
+dt_status dt_graph_observe(dt_graph *graph, const dt_kv *kv, int32_t layer, int32_t next_index, dt_observed *out, dt_error *error);
 
 /* Microseconds that the first thread has spent in attention (storing and observing included), since the graph was made. */
 int64_t dt_graph_attention_us(const dt_graph *graph);

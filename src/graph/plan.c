@@ -17,10 +17,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NODES_PER_LAYER 72
+#define NODES_PER_LAYER 88
 #define NODES_PER_EXPERT_USED 2 /* in each layer */
 #define NODES_PER_MODEL 32
-#define NODES_PER_SEQUENCE 48 /* in each layer, for every sequence with a cache elsewhere beyond the first */
+#define NODES_PER_SEQUENCE 64 /* in each layer, for every sequence with a cache elsewhere beyond the first */
 #define PRODUCTS_PER_LAYER 7
 #define HALF_MAX 65504.0f
 #define SMALLEST_SUM 6.103515625e-5f /* what the chosen experts' probabilities are divided by at least: the smallest normal half */
@@ -307,8 +307,8 @@ static struct ggml_tensor *attend_elsewhere(builder *b, int32_t layer, struct gg
         struct ggml_tensor *own_k = ggml_view_3d(b->ctx, k, k->ne[0], k->ne[1], n, k->nb[1], k->nb[2], first * k->nb[2]);
         struct ggml_tensor *own_v = ggml_view_2d(b->ctx, v, v->ne[0], n, v->nb[1], first * v->nb[1]);
         struct ggml_tensor *out =
-            dt_device_attend(&here, dt_device_cache_layer(sequence->cache, layer), &sequence->shape->layers[layer], s->masks[i],
-                             s->rows[i], s->ring[i], own_q, own_k, own_v);
+            dt_device_attend(&here, dt_device_cache_layer(sequence->cache, layer), &sequence->shape->layers[layer], &s->inputs[i],
+                             own_q, own_k, own_v, &b->plan->layers[layer].peaks);
         all = all != NULL ? ggml_concat(b->ctx, all, out, 1) : out;
         first += (size_t)n;
     }
@@ -489,12 +489,16 @@ static void need_inputs(builder *b, int32_t layer) {
     }
     for (int32_t i = 0; is_elsewhere(b, layer) && i < b->params->n_elsewhere; i++) {
         const dt_plan_sequence *sequence = &b->params->elsewhere[i];
-        if (s->masks[i] == NULL) {
-            s->masks[i] = input(b, GGML_TYPE_F16, sequence->shape->n_mask[s->device], "masks");
-            s->rows[i] = input(b, GGML_TYPE_I64, sequence->shape->n_rows[s->device], "rows");
+        dt_device_inputs *inputs = &s->inputs[i];
+        if (inputs->masks == NULL) {
+            inputs->masks = input(b, GGML_TYPE_F16, sequence->shape->n_mask[s->device], "masks");
+            inputs->rows = input(b, GGML_TYPE_I64, sequence->shape->n_rows[s->device], "rows");
         }
-        if (s->ring[i] == NULL && dt_device_cache_layer(sequence->cache, layer)->ring != NULL) {
-            s->ring[i] = input(b, GGML_TYPE_I64, DT_MIN(sequence->n_tokens, DT_RING), "ring");
+        if (inputs->seen == NULL && sequence->shape->n_seen[s->device] > 0) {
+            inputs->seen = input(b, GGML_TYPE_I32, sequence->shape->n_seen[s->device], "seen");
+        }
+        if (inputs->ring == NULL && dt_device_cache_layer(sequence->cache, layer)->ring != NULL) {
+            inputs->ring = input(b, GGML_TYPE_I64, DT_MIN(sequence->n_tokens, DT_RING), "ring");
         }
     }
 }

@@ -17,6 +17,7 @@ typedef struct dt_layer_op {
 
 typedef struct dt_plan_layer {
     struct ggml_tensor *q, *k, *v, *out; /* [D, H, N], [D, G, N], [Dv*G, N], [Dv*H, N]; NULL for layers whose cache is elsewhere */
+    struct ggml_tensor *peaks;           /* of such a layer: [n_kv, G] where the batch's one sequence collects them, else NULL */
 } dt_plan_layer;
 
 #define DT_MAX_SEGMENTS (DT_MAX_DEVICES + 2)
@@ -32,10 +33,9 @@ typedef struct dt_plan_sequence {
 typedef struct dt_plan_segment {
     int32_t device; /* index into decoder->devices */
     struct ggml_cgraph *cgraph;
-    struct ggml_tensor *in, *out;  /* [E, N]: what the segment before gives; what this one does. NULL at the ends */
-    struct ggml_tensor *positions; /* I32 [N]; NULL where nothing reads them, as the next three */
-    struct ggml_tensor *masks[DT_MAX_ELSEWHERE], *rows[DT_MAX_ELSEWHERE], *ring[DT_MAX_ELSEWHERE]; /* by sequence;
-                                                                                          dt_device_cache_fill_inputs */
+    struct ggml_tensor *in, *out;              /* [E, N]: what the segment before gives; what this one does. NULL at the ends */
+    struct ggml_tensor *positions;             /* I32 [N]; NULL where nothing reads them, as the next */
+    dt_device_inputs inputs[DT_MAX_ELSEWHERE]; /* by sequence */
 } dt_plan_segment;
 
 typedef struct dt_plan {

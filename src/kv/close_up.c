@@ -19,7 +19,6 @@
 #include <stdlib.h>
 
 #define MAX_DIM 1024 /* of a key */
-#define INT8_TINY 1e-30f
 
 typedef struct numbered {
     int32_t position, entry;
@@ -61,11 +60,7 @@ static void get_key(const dt_kv_format *f, void *block, int32_t i, float *key) {
 
 /* By the rules of attention's store. */
 static void put_key(const dt_kv_format *f, void *block, int32_t i, const float *key) {
-    float largest = 0.0f;
-    for (int32_t d = 0; d < f->dim_k; d++) {
-        largest = fmaxf(largest, fabsf(key[d]));
-    }
-    const float inverse = largest > INT8_TINY ? 127.0f / largest : 0.0f;
+    const float inverse = f->type_k == DT_KV_INT8 ? dt_kv_quantizer(key, f->dim_k, &dt_kv_k_scale(f, block)[i]) : 0;
     for (int32_t d = 0; d < f->dim_k; d++) {
         char *at = (char *)block + dt_kv_key_offset(f, i, d);
         if (f->type_k == DT_KV_F16) {
@@ -74,18 +69,20 @@ static void put_key(const dt_kv_format *f, void *block, int32_t i, const float *
             *(uint8_t *)at = (uint8_t)((int)nearbyintf(key[d] * inverse) + 128);
         }
     }
-    if (f->type_k == DT_KV_INT8) {
-        dt_kv_k_scale(f, block)[i] = largest > INT8_TINY ? largest / 127.0f : 0.0f;
-    }
 }
 
-static void move_entry(const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t entry, int32_t positions, turn *t) {
+static void move_entry(const dt_kv *kv, const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t entry,
+                       int32_t positions, turn *t) {
     const dt_kv_format *f = &layer->params.format;
     const dt_kv_rope *rope = &layer->params.rope;
     void *block = lane->spans[entry / f->block_tokens].block;
     const int32_t i = entry % f->block_tokens;
     dt_kv_position(f, block)[i] += dt_is_slot(dt_kv_position(f, block)[i]) ? -positions : positions;
     if (positions == 0 || rope->n_pairs == 0) {
+        return;
+    }
+    if (f->elsewhere) {
+        kv->home->ops->turn(kv->home, (int32_t)(layer - kv->layers), (int32_t)(lane - layer->lanes), entry, positions);
         return;
     }
     if (t->positions != positions) {
@@ -102,8 +99,8 @@ static int by_position(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static void move_lane(const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, bool whole, int32_t next, int32_t new_next,
-                      numbered *entries) {
+static void move_lane(const dt_kv *kv, const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, bool whole, int32_t next,
+                      int32_t new_next, numbered *entries) {
     const dt_kv_format *f = &layer->params.format;
     turn t = {0};
     for (int32_t i = 0; i < lane->n_entries; i++) {
@@ -117,7 +114,7 @@ static void move_lane(const dt_kv_layer_state *layer, const dt_kv_lane_state *la
     int32_t limit = new_next - 1; /* highest free position */
     for (int32_t i = lane->n_entries - 1; i >= 0; i--) {
         const int32_t from = entries[i].position, to = whole ? from - next + new_next : DT_MIN(from, limit);
-        move_entry(layer, lane, entries[i].entry, to - from, &t);
+        move_entry(kv, layer, lane, entries[i].entry, to - from, &t);
         limit = to - 1;
     }
 }
@@ -183,7 +180,7 @@ dt_status dt_kv_close_up(dt_kv *kv, int32_t limit, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
-            move_lane(layer, &layer->lanes[j], moves_whole(&layer->params, limit), next, new_next, entries);
+            move_lane(kv, layer, &layer->lanes[j], moves_whole(&layer->params, limit), next, new_next, entries);
         }
     }
     kv->shift += next - new_next;

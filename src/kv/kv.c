@@ -295,10 +295,6 @@ static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * size
 #define LANE_BYTES (sizeof(dt_kv_lane_state) + 2 * sizeof(int32_t))
 static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * LANE_BYTES; }
 
-/* Memory slots weigh what they merge by the attention it got. */
-static bool policy_needs_mass(const dt_budget *budget) {
-    return budget->policy != NULL && (budget->policy->needs_mass || budget->memory_slots > 0);
-}
 static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
 
 /* The list of lanes is copied beside the layer's lanes. */
@@ -339,7 +335,7 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
     dt_kv_lane_state *lane = kv->lanes;
     for (int32_t i = 0; i < n_layers; i++) {
         kv->layers[i] = (dt_kv_layer_state){.params = layers[i],
-                                            .has_mass = policy_needs_mass(&layers[i].budget),
+                                            .has_mass = dt_budget_needs_mass(&layers[i].budget),
                                             .has_peak = policy_needs_peak(&layers[i].budget),
                                             .lanes = lane};
         take_budget(kv, i, &layers[i].budget);
@@ -454,7 +450,7 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
 
 dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_cache_size, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        const bool lacks_mass = policy_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
+        const bool lacks_mass = dt_budget_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
         if (lacks_mass || (policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak)) {
             const bool for_slots = !budgets[i].policy->needs_mass && lacks_mass;
             return dt_fail(error, DT_ERR_ARGUMENT,
@@ -834,7 +830,7 @@ int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index, int64_t shared_room) {
 bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more) { return n_more > dt_kv_room(kv, layer, dt_kv_shared_room(kv)); }
 
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
-    return kv->layers[layer].has_mass && policy_needs_mass(&kv->layers[layer].params.budget);
+    return kv->layers[layer].has_mass && dt_budget_needs_mass(&kv->layers[layer].params.budget);
 }
 
 bool dt_kv_layer_needs_peak(const dt_kv *kv, int32_t layer) {
@@ -913,7 +909,7 @@ size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, con
     bytes_bound bound = {0};
     for (int32_t i = 0; i < n_layers; i++) {
         const dt_kv_layer_state layer = {.params = layers[i],
-                                         .has_mass = policy_needs_mass(&layers[i].budget),
+                                         .has_mass = dt_budget_needs_mass(&layers[i].budget),
                                          .has_peak = policy_needs_peak(&layers[i].budget)};
         bound_layer(&bound, &layer, longest[i]);
     }

@@ -38,6 +38,8 @@ typedef struct dt_kv_home_ops {
     /* Entry `from` of a lane takes the place of entry `to`; what was there is gone. Only committed entries that nothing was written
      * to since move. Cannot fail: the home notes it and does it later. */
     void (*move)(dt_kv_home *home, int32_t layer, int32_t lane, int32_t to, int32_t from);
+    /* The key of an entry, which may have moved, turns on by so many positions (close_up.c). Likewise noted. */
+    void (*turn)(dt_kv_home *home, int32_t layer, int32_t lane, int32_t entry, int32_t positions);
     void (*clear)(dt_kv_home *home);
     /* A home for a second cache: with the same content, or empty. */
     dt_status (*copy)(const dt_kv_home *home, bool with_content, dt_kv_home **out, dt_error *error);
@@ -51,6 +53,10 @@ typedef struct dt_kv_home_ops {
     /* The same as floats, whatever the layer is stored as. */
     bool (*read)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, float *out);
     bool (*put)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, const uint16_t *in);
+    /* Keys [n][dim_k] and values [n][dim_v] of any committed entries of a lane, read or written as floats; for memory slots. */
+    bool (*gather)(dt_kv_home *home, int32_t layer, int32_t lane, const int32_t *entries, int32_t n, float *keys, float *values);
+    bool (*scatter)(dt_kv_home *home, int32_t layer, int32_t lane, const int32_t *entries, int32_t n, const float *keys,
+                    const float *values);
 } dt_kv_home_ops;
 struct dt_kv_home {
     const dt_kv_home_ops *ops;
@@ -155,8 +161,8 @@ typedef enum dt_kv_column {
 
 /* Bytes of one entry in a column; 0: the format has no such column. */
 size_t dt_kv_column_bytes(const dt_kv_format *format, dt_kv_column column);
-/* Entries [first, first + n) of a column that is there. False when a device that holds them fails. INT8 keys and values that are
- * elsewhere have no plain form (dt_kv_has_plain). */
+/* Entries [first, first + n) of a column that is there. False when a device that holds them fails, or memory. INT8 keys and values
+ * that are elsewhere have finer scales there: they are rounded to one per entry. */
 bool dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, int32_t first, int32_t n, void *out);
 /* Entries [first, first + n) in floats: keys[n][dim_k], rotated as they are stored, and values[n][dim_v]. False when a device that
  * holds them fails, or memory. */
@@ -164,10 +170,9 @@ bool dt_kv_get_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t fir
 /* Gives an empty lane n committed entries, whose columns are all to be put next. The cache is consistent once that is done for
  * every lane and dt_kv_restore_end was called; after a failure it can only be cleared or freed. */
 dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer, int32_t lane, int32_t n, bool has_bias, dt_error *error);
-/* False where layers are INT8 and elsewhere: their scales are not per entry. */
-bool dt_kv_has_plain(const dt_kv *kv);
-/* All entries of a column; false when a key or value is not finite, or a device does not take it. */
-bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, const void *in);
+/* All entries of a column; false when a key or value is not finite, or a device does not take it. scales: the entries' [n], which
+ * INT8 keys and values that are elsewhere need, and nobody else. */
+bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, const void *in, const void *scales);
 /* Value norms from the values, for a layer that needs them where a file has none. */
 void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane);
 void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped, int32_t shift);

@@ -10,6 +10,19 @@
 
 #include "kv/kv.h"
 
+#include <math.h>
+
+/* The scale of x[n] as signed bytes, by the rule of attention's store; returns its inverse, 0 where all are stored as 0. */
+static inline float dt_kv_quantizer(const float *x, int32_t n, float *scale) {
+    float largest = 0;
+    for (int32_t i = 0; i < n; i++) {
+        largest = DT_MAX(largest, fabsf(x[i]));
+    }
+    const bool tiny = largest <= 1e-30f;
+    *scale = tiny ? 0 : largest / 127.0f;
+    return tiny ? 0 : 127.0f / largest;
+}
+
 /* Precedes every block; as large as a block's alignment. */
 typedef struct dt_kv_block_head {
     _Alignas(64) atomic_int references;

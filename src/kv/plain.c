@@ -8,6 +8,7 @@
 #include "kv/kv_internal.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 static bool has_scale(const dt_kv_format *f, dt_kv_column column) {
@@ -100,9 +101,60 @@ static bool put_key_group(const dt_kv_format *f, void *block, int32_t entry, con
     return false;
 }
 
+/* ---- keys and values that are elsewhere ---- */
+
 static bool is_elsewhere(const dt_kv_format *f, dt_kv_column column) {
-    return f->elsewhere && (column == DT_KV_KEYS || column == DT_KV_VALUES);
+    return f->elsewhere && (column == DT_KV_KEYS || column == DT_KV_VALUES || column == DT_KV_K_SCALES || column == DT_KV_V_SCALES);
 }
+
+static bool get_elsewhere(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_column column, int32_t first, int32_t n, void *out) {
+    const dt_kv_format *f = &kv->layers[layer].params.format;
+    const bool values = column == DT_KV_VALUES || column == DT_KV_V_SCALES;
+    if ((values ? f->type_v : f->type_k) == DT_KV_F16) {
+        return kv->home->ops->get(kv->home, layer, lane, values, first, n, out);
+    }
+    const int32_t dim = values ? f->dim_v : f->dim_k;
+    float *numbers = malloc((size_t)n * (size_t)dim * sizeof *numbers);
+    const bool done = numbers != NULL && kv->home->ops->read(kv->home, layer, lane, values, first, n, numbers);
+    for (int32_t i = 0; done && i < n; i++) {
+        const float *row = numbers + (int64_t)i * dim;
+        float scale;
+        const float inverse = dt_kv_quantizer(row, dim, &scale);
+        if (column == DT_KV_K_SCALES || column == DT_KV_V_SCALES) {
+            memcpy((float *)out + i, &scale, sizeof scale);
+            continue;
+        }
+        for (int32_t d = 0; d < dim; d++) {
+            ((int8_t *)out)[(int64_t)i * dim + d] = (int8_t)nearbyintf(row[d] * inverse);
+        }
+    }
+    free(numbers);
+    return done;
+}
+
+static bool put_elsewhere(const dt_kv *kv, int32_t layer, int32_t lane, bool values, const void *in, const void *scales) {
+    const dt_kv_format *f = &kv->layers[layer].params.format;
+    const int32_t n = kv->layers[layer].lanes[lane].n_entries, dim = values ? f->dim_v : f->dim_k;
+    if ((values ? f->type_v : f->type_k) == DT_KV_F16) {
+        return kv->home->ops->put(kv->home, layer, lane, values, 0, n, in);
+    }
+    uint16_t *halves = malloc(DT_MAX((size_t)n * (size_t)dim, 1) * sizeof *halves);
+    bool done = halves != NULL && scales != NULL;
+    for (int32_t i = 0; done && i < n; i++) {
+        float scale;
+        memcpy(&scale, (const char *)scales + (size_t)i * sizeof scale, sizeof scale);
+        done = dt_is_finite(scale) && scale >= 0;
+        for (int32_t d = 0; done && d < dim; d++) {
+            const float x = scale * (float)((const int8_t *)in)[(int64_t)i * dim + d];
+            halves[(int64_t)i * dim + d] = dt_f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f));
+        }
+    }
+    done = done && kv->home->ops->put(kv->home, layer, lane, values, 0, n, halves);
+    free(halves);
+    return done;
+}
+
+/* ---- columns ---- */
 
 bool dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column column, int32_t first, int32_t n,
                       void *out) {
@@ -115,7 +167,7 @@ bool dt_kv_get_column(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_
         return true;
     }
     if (is_elsewhere(f, column)) {
-        return kv->home->ops->get(kv->home, layer, lane_index, column == DT_KV_VALUES, first, n, out);
+        return get_elsewhere(kv, layer, lane_index, column, first, n, out);
     }
     char *to = out;
     for (int32_t entry = first; entry < first + n; entry++, to += bytes) {
@@ -139,7 +191,7 @@ static bool halves_are_finite(const char *halves, size_t n_bytes) {
     return bad == 0;
 }
 
-bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column column, const void *in) {
+bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column column, const void *in, const void *scales) {
     const dt_kv_format *f = &kv->layers[layer].params.format;
     dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
     const size_t bytes = dt_kv_column_bytes(f, column);
@@ -153,7 +205,8 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
         return true;
     }
     if (is_elsewhere(f, column)) {
-        return kv->home->ops->put(kv->home, layer, lane_index, column == DT_KV_VALUES, 0, lane->n_entries, in);
+        const bool is_scale = column == DT_KV_K_SCALES || column == DT_KV_V_SCALES; /* comes again with the numbers */
+        return is_scale || put_elsewhere(kv, layer, lane_index, column == DT_KV_VALUES, in, scales);
     }
     const char *from = in;
     for (int32_t entry = 0; entry < lane->n_entries; entry++, from += bytes) {
@@ -208,15 +261,6 @@ bool dt_kv_get_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t fir
         get_entry(kv, layer, lane, first + i, keys + (int64_t)i * f->dim_k, values + (int64_t)i * f->dim_v);
     }
     return true;
-}
-
-bool dt_kv_has_plain(const dt_kv *kv) {
-    bool has_plain = true;
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        const dt_kv_format *f = &kv->layers[i].params.format;
-        has_plain = has_plain && !(f->elsewhere && f->type_k == DT_KV_INT8);
-    }
-    return has_plain;
 }
 
 void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane_index) {

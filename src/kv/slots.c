@@ -6,19 +6,31 @@
  * others, and a query sees it from every later position. How merging works is policy/memory_slots.c's; here entries are read and
  * written.
  *
- * Invariants: a round leaves at most memory_slots slots in a lane that it evicts from; a failure leaves the lane as it was; what is
- * written is rounded as attention's store rounds.
+ * Keys and values that are elsewhere come and go in pieces: each evicted token's once, and the slots' in each round.
+ *
+ * Invariants: a round leaves at most memory_slots slots in a lane that it evicts from; a failure leaves the lane as it was, but for
+ * that of a device while it is written to; what is written is rounded as attention's store rounds.
  */
 #include "kv/kv_internal.h"
 #include "policy/memory_slots.h"
 
 #include <math.h>
+#include <string.h>
+
+#define PIECE 256 /* entries that are read from a home at once, or written to it */
 
 static size_t indices_bytes(int32_t n_entries) { return DT_ROUND_UP((size_t)n_entries * sizeof(int32_t), (size_t)64); }
 
+static size_t merging_bytes(const dt_kv_layer_params *params) {
+    return dt_slots_bytes(params->budget.memory_slots, params->format.dim_k, params->format.dim_v);
+}
+
+static size_t piece_bytes(const dt_kv_format *f) {
+    return f->elsewhere ? (size_t)PIECE * (size_t)(f->dim_k + f->dim_v) * sizeof(float) : 0;
+}
+
 size_t dt_kv_slots_bytes(const dt_kv_layer_params *params, int32_t n_entries) {
-    const int32_t capacity = params->budget.memory_slots;
-    return indices_bytes(n_entries) + (capacity > 0 ? dt_slots_bytes(capacity, params->format.dim_k, params->format.dim_v) : 0);
+    return indices_bytes(n_entries) + (params->budget.memory_slots > 0 ? merging_bytes(params) + piece_bytes(&params->format) : 0);
 }
 
 /* ---- entries as numbers ---- */
@@ -36,20 +48,9 @@ static void read_numbers(const dt_kv_format *f, void *block, int32_t entry, floa
     }
 }
 
-/* The scale of x[n] as signed bytes; returns its inverse, 0 where all are stored as 0. */
-static float quantizer(const float *x, int32_t n, float *scale) {
-    float largest = 0;
-    for (int32_t i = 0; i < n; i++) {
-        largest = DT_MAX(largest, fabsf(x[i]));
-    }
-    const bool tiny = largest <= 1e-30f;
-    *scale = tiny ? 0 : largest / 127.0f;
-    return tiny ? 0 : 127.0f / largest;
-}
-
 /* Means of stored numbers are within the range of stored numbers. */
 static void write_numbers(const dt_kv_format *f, void *block, int32_t entry, const float *key, const float *value) {
-    float inverse = f->type_k == DT_KV_INT8 ? quantizer(key, f->dim_k, &dt_kv_k_scale(f, block)[entry]) : 0;
+    float inverse = f->type_k == DT_KV_INT8 ? dt_kv_quantizer(key, f->dim_k, &dt_kv_k_scale(f, block)[entry]) : 0;
     for (int32_t d = 0; d < f->dim_k; d++) {
         char *at = (char *)block + dt_kv_key_offset(f, entry, d);
         if (f->type_k == DT_KV_F16) {
@@ -59,7 +60,7 @@ static void write_numbers(const dt_kv_format *f, void *block, int32_t entry, con
         }
     }
     char *row = (char *)block + f->v_offset + (size_t)entry * dt_kv_value_row_bytes(f);
-    inverse = f->type_v == DT_KV_INT8 ? quantizer(value, f->dim_v, &dt_kv_v_scale(f, block)[entry]) : 0;
+    inverse = f->type_v == DT_KV_INT8 ? dt_kv_quantizer(value, f->dim_v, &dt_kv_v_scale(f, block)[entry]) : 0;
     for (int32_t d = 0; d < f->dim_v; d++) {
         if (f->type_v == DT_KV_F16) {
             ((uint16_t *)(void *)row)[d] = dt_f32_to_f16(value[d]);
@@ -83,11 +84,14 @@ static void *block_of(const dt_kv_layer_state *layer, const dt_kv_lane_state *la
     return lane->spans[entry / layer->params.format.block_tokens].block;
 }
 
+/* Key and value are there already where they are elsewhere. */
 static void read_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t entry, dt_slot *out) {
     const dt_kv_format *f = &layer->params.format;
     void *block = block_of(layer, lane, entry);
     const int32_t position = dt_kv_position(f, block)[entry % f->block_tokens];
-    read_numbers(f, block, entry % f->block_tokens, out->key, out->value);
+    if (!f->elsewhere) {
+        read_numbers(f, block, entry % f->block_tokens, out->key, out->value);
+    }
     out->position = dt_is_slot(position) ? ~position : position;
     out->bias = dt_is_slot(position) ? lane->bias[entry] : 0;
     out->recent_mass = layer->has_mass ? lane->recent_mass[entry] : 0;
@@ -97,7 +101,9 @@ static void read_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *la
 static void write_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t entry, const dt_slot *slot) {
     const dt_kv_format *f = &layer->params.format;
     void *block = block_of(layer, lane, entry);
-    write_numbers(f, block, entry % f->block_tokens, slot->key, slot->value);
+    if (!f->elsewhere) {
+        write_numbers(f, block, entry % f->block_tokens, slot->key, slot->value);
+    }
     dt_kv_position(f, block)[entry % f->block_tokens] = ~slot->position;
     lane->bias[entry] = slot->bias;
     if (layer->has_mass) {
@@ -134,6 +140,55 @@ static bool prepare(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *entri
     return done;
 }
 
+/* ---- merging ---- */
+
+typedef struct absorption {
+    dt_kv *kv;
+    int32_t layer, lane;
+    const int32_t *entries; /* [n] victims and slots, ascending */
+    int32_t n, n_slots;     /* the first n_slots of them become the slots */
+    dt_slots slots;
+    float *keys, *values; /* [PIECE] of a lane that is elsewhere */
+} absorption;
+
+/* Merges all of them; nothing has changed in the cache yet. *newest: of their positions. */
+static bool merge_entries(absorption *a, int32_t *newest) {
+    const dt_kv_layer_state *layer = &a->kv->layers[a->layer];
+    const dt_kv_format *f = &layer->params.format;
+    const dt_kv_home *home = a->kv->home;
+    for (int32_t i = 0; i < a->n && a->n_slots > 0; i++) {
+        dt_slot *slot = dt_slots_next(&a->slots);
+        if (f->elsewhere) {
+            const int32_t at = i % PIECE, n = DT_MIN(PIECE, a->n - i);
+            if (at == 0 && !home->ops->gather(a->kv->home, a->layer, a->lane, a->entries + i, n, a->keys, a->values)) {
+                return false;
+            }
+            memcpy(slot->key, a->keys + (size_t)at * (size_t)f->dim_k, (size_t)f->dim_k * sizeof(float));
+            memcpy(slot->value, a->values + (size_t)at * (size_t)f->dim_v, (size_t)f->dim_v * sizeof(float));
+        }
+        read_slot(layer, &layer->lanes[a->lane], a->entries[i], slot);
+        *newest = DT_MAX(*newest, slot->position);
+        dt_slots_add(&a->slots);
+    }
+    return true;
+}
+
+/* Writes keys and values of the slots of a lane that is elsewhere. */
+static bool scatter_slots(const absorption *a) {
+    const dt_kv_format *f = &a->kv->layers[a->layer].params.format;
+    bool done = true;
+    for (int32_t first = 0; first < a->n_slots && done; first += PIECE) {
+        const int32_t n = DT_MIN(PIECE, a->n_slots - first);
+        for (int32_t i = 0; i < n; i++) {
+            const dt_slot *slot = &a->slots.slots[first + i];
+            memcpy(a->keys + (size_t)i * (size_t)f->dim_k, slot->key, (size_t)f->dim_k * sizeof(float));
+            memcpy(a->values + (size_t)i * (size_t)f->dim_v, slot->value, (size_t)f->dim_v * sizeof(float));
+        }
+        done = a->kv->home->ops->scatter(a->kv->home, a->layer, a->lane, a->entries + first, n, a->keys, a->values);
+    }
+    return done;
+}
+
 dt_status dt_kv_absorb(dt_kv *kv, int32_t layer_index, int32_t lane_index, const int32_t *victims, int32_t n, void *scratch,
                        dt_error *error) {
     const dt_kv_layer_state *layer = &kv->layers[layer_index];
@@ -144,28 +199,30 @@ dt_status dt_kv_absorb(dt_kv *kv, int32_t layer_index, int32_t lane_index, const
         return dt_kv_drop(kv, layer_index, lane_index, victims, n, error);
     }
     int32_t *entries = scratch;
-    const int32_t n_entries = find_merged(layer, lane, lane->n_entries - kv->n_uncommitted, victims, n, entries);
-    const int32_t n_slots = DT_MIN(capacity, n_entries);
-    if (n_slots > 0 && !prepare(kv, layer_index, lane_index, entries, n_slots, n_entries)) {
+    absorption a = {.kv = kv, .layer = layer_index, .lane = lane_index, .entries = entries};
+    a.n = find_merged(layer, lane, lane->n_entries - kv->n_uncommitted, victims, n, entries);
+    a.n_slots = DT_MIN(capacity, a.n);
+    if (a.n_slots > 0 && !prepare(kv, layer_index, lane_index, entries, a.n_slots, a.n)) {
         return dt_fail_memory(error, f->block_bytes, "memory slots");
     }
-    dt_slots slots = {0};
     int32_t newest = kv->newest_dropped, n_tokens_written = 0;
-    if (n_slots > 0) {
-        dt_slots_init(&slots, capacity, f->dim_k, f->dim_v, (char *)scratch + indices_bytes(lane->n_entries));
+    if (a.n_slots > 0) {
+        char *memory = (char *)scratch + indices_bytes(lane->n_entries);
+        dt_slots_init(&a.slots, capacity, f->dim_k, f->dim_v, memory);
+        a.keys = (float *)(void *)(memory + merging_bytes(&layer->params));
+        a.values = a.keys + (size_t)PIECE * (size_t)f->dim_k;
     }
-    for (int32_t i = 0; i < n_entries && n_slots > 0; i++) {
-        read_slot(layer, lane, entries[i], dt_slots_next(&slots));
-        newest = DT_MAX(newest, dt_slots_next(&slots)->position);
-        dt_slots_add(&slots);
+    if (!merge_entries(&a, &newest) || (f->elsewhere && !scatter_slots(&a))) {
+        return dt_fail(error, DT_ERR_COMPUTE, "the device did not give or take keys and values for the memory slots of layer %d",
+                       layer_index);
     }
-    for (int32_t i = 0; i < n_slots; i++) {
+    for (int32_t i = 0; i < a.n_slots; i++) {
         const int32_t *position = dt_kv_position(f, block_of(layer, lane, entries[i]));
         n_tokens_written += !dt_is_slot(position[entries[i] % f->block_tokens]);
-        write_slot(layer, lane, entries[i], &slots.slots[i]);
+        write_slot(layer, lane, entries[i], &a.slots.slots[i]);
     }
     lane->n_slots += n_tokens_written;
-    const dt_status status = dt_kv_drop(kv, layer_index, lane_index, entries + n_slots, n_entries - n_slots, error);
+    const dt_status status = dt_kv_drop(kv, layer_index, lane_index, entries + a.n_slots, a.n - a.n_slots, error);
     kv->newest_dropped = DT_MAX(kv->newest_dropped, newest);
     return status;
 }

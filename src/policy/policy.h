@@ -89,6 +89,10 @@ struct dt_policy {
 static inline bool dt_policy_repeats(const dt_policy *policy) {
     return policy != NULL && policy->needs_peak && !policy->needs_weights;
 }
+/* Whether attention mass is to be collected: memory slots weigh what they merge by the attention it got. */
+static inline bool dt_budget_needs_mass(const dt_budget *budget) {
+    return budget->policy != NULL && (budget->policy->needs_mass || budget->memory_slots > 0);
+}
 /* NULL when there is none of that name. score_name: NULL = the name's first. */
 const dt_policy *dt_policy_find(const char *name, const char *score_name);
 const dt_policy *const *dt_policies(int32_t *n);
