@@ -7,6 +7,8 @@
  */
 #include "graph/device_cache.h"
 
+#define POOLED_ROWS 8
+
 /* x [D, n, m] -> [dim, n, m], filled up with zeros */
 static struct ggml_tensor *pad_rows(struct ggml_context *ctx, struct ggml_tensor *x, int64_t dim) {
     return x->ne[0] == dim ? x : ggml_pad(ctx, ggml_cont(ctx, x), (int)(dim - x->ne[0]), 0, 0, 0);
@@ -29,13 +31,18 @@ static struct ggml_tensor *gather(struct ggml_context *ctx, struct ggml_tensor *
     return ggml_reshape_4d(ctx, rows, rows->ne[0], rows->ne[1], 1, rows->ne[2]);
 }
 
-/* The largest weight that any of a lane's queries gives an entry: [n_kv, 1, G] */
+/* The largest weight that any of a lane's queries gives an entry: [n_kv, 1, G]. In steps of a few rows, which lie in a cache together
+ * and give a device more to do at once; zeros fill up the last ones. */
 static struct ggml_tensor *find_peaks(const dt_device_builder *b, struct ggml_tensor *q, struct ggml_tensor *k,
                                       struct ggml_tensor *mask) {
-    struct ggml_tensor *weights = dt_device_weights(b, q, k, mask);
-    const int n_queries = (int)(weights->ne[1] * weights->ne[2]);
-    weights = ggml_reshape_3d(b->ctx, weights, weights->ne[0], n_queries, weights->ne[3]);
-    return ggml_pool_2d(b->ctx, weights, GGML_OP_POOL_MAX, 1, n_queries, 1, n_queries, 0, 0);
+    struct ggml_tensor *x = dt_device_weights(b, q, k, mask);
+    x = ggml_reshape_3d(b->ctx, x, x->ne[0], x->ne[1] * x->ne[2], x->ne[3]);
+    do {
+        const int n = (int)DT_MIN(x->ne[1], (int64_t)POOLED_ROWS), n_lacking = (int)(DT_ROUND_UP(x->ne[1], n) - x->ne[1]);
+        x = n_lacking > 0 ? ggml_pad(b->ctx, x, 0, n_lacking, 0, 0) : x;
+        x = ggml_pool_2d(b->ctx, x, GGML_OP_POOL_MAX, 1, n, 1, n, 0, 0);
+    } while (x->ne[1] > 1);
+    return x;
 }
 
 /* Without fused attention: [dim_v, N, n_rep, G]. Values are turned on their side each time, which costs a copy of them. */
