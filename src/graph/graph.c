@@ -4,9 +4,8 @@
  */
 #include "graph/graph.h"
 
-#include "ggml-cpu.h"
-#include "graph/pace.h"
 #include "graph/plan.h"
+#include "graph/threads.h"
 #include "weights/ggml_calls.h"
 
 #include <assert.h>
@@ -15,10 +14,6 @@
 
 #define N_PLANS 8
 #define SMALL_PLAN_TOKENS 64 /* most tokens of a batch for which a plan is kept beside others */
-
-typedef struct ggml_threadpool *(*threadpool_new_fn)(struct ggml_threadpool_params *);
-typedef void (*threadpool_free_fn)(struct ggml_threadpool *);
-typedef void (*set_threadpool_fn)(ggml_backend_t, struct ggml_threadpool *);
 
 typedef struct growing_buffer {
     void *data;
@@ -37,13 +32,7 @@ struct dt_graph {
     dt_memory *memory;
     dt_graph_params params;
     ggml_backend_t backends[DT_MAX_DEVICES]; /* by device; [0] is the CPU */
-    dt_pace pace;
-    struct ggml_threadpool *threadpool; /* of n_pool threads */
-    int32_t n_pool;
-    threadpool_new_fn new_threadpool;
-    threadpool_free_fn free_threadpool;
-    set_threadpool_fn set_threadpool;
-    ggml_backend_set_n_threads_t set_n_threads;
+    dt_threads threads;
     dt_plan plans[N_PLANS], large; /* few tokens; any other number */
     int64_t plan_used[N_PLANS], n_small_batches;
     dt_layer_op *ops;              /* [L] */
@@ -98,51 +87,13 @@ static bool abort_callback(void *user) {
 
 static int32_t most_threads(const dt_graph *g) { return DT_MAX(g->params.n_threads, g->params.n_threads_batch); }
 
-/* Those that there were go; they stay where new ones can't be had. */
-static bool start_threads(dt_graph *g, int32_t n) {
-    struct ggml_threadpool_params params = ggml_threadpool_params_default(n);
-    struct ggml_threadpool *pool = g->new_threadpool(&params);
-    if (!pool) {
-        return false;
-    }
-    g->set_threadpool(g->backends[0], pool);
-    if (g->threadpool) {
-        g->free_threadpool(g->threadpool);
-    }
-    g->threadpool = pool;
-    g->n_pool = n;
-    return true;
-}
-
-/* Computes on the CPU. A small step takes as many threads as there are cores for; a large one, in which threads rarely meet, has more
- * of a busy processor with all. A thread that has no part in a graph would spin until the next, so there are no more than wanted. */
-static enum ggml_status compute_here(dt_graph *g, struct ggml_cgraph *cgraph, int32_t n_threads, bool small) {
-    const int32_t wanted = small ? dt_pace_threads(&g->pace, dt_clock_us()) : most_threads(g);
-    if (wanted != g->n_pool && start_threads(g, wanted)) {
-        dt_log(DT_LOG_DEBUG, "threads: %d of %d", wanted, most_threads(g));
-    }
-    n_threads = DT_MIN(n_threads, g->n_pool);
-    g->set_n_threads(g->backends[0], n_threads);
-    const int64_t began = dt_clock_us(), ran = dt_process_us();
-    const enum ggml_status status = dt_ggml_compute(g->backends[0], cgraph);
-    if (small) {
-        const int64_t ended = dt_clock_us();
-        dt_pace_took(&g->pace, n_threads, ended, ended - began, dt_process_us() - ran);
-    }
-    return status;
-}
-
 /* Everything CPU-specific goes through the registry, so that the backend may be a library loaded at run time. */
 static dt_status open_backend(dt_graph *g, dt_error *error) {
     ggml_backend_dev_t device = g->decoder->devices[0];
     ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(device);
     const ggml_backend_set_abort_callback_t set_abort =
         (ggml_backend_set_abort_callback_t)ggml_backend_reg_get_proc_address(registry, "ggml_backend_set_abort_callback");
-    g->new_threadpool = (threadpool_new_fn)ggml_backend_reg_get_proc_address(registry, "ggml_threadpool_new");
-    g->free_threadpool = (threadpool_free_fn)ggml_backend_reg_get_proc_address(registry, "ggml_threadpool_free");
-    g->set_threadpool = (set_threadpool_fn)ggml_backend_reg_get_proc_address(registry, "ggml_backend_cpu_set_threadpool");
-    g->set_n_threads = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(registry, "ggml_backend_set_n_threads");
-    if (!g->new_threadpool || !g->set_threadpool || !set_abort || !g->free_threadpool || !g->set_n_threads) {
+    if (!set_abort) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
                        "ggml's CPU backend lacks a function DeepTutor needs; build against the version in deps/README.md");
     }
@@ -150,10 +101,10 @@ static dt_status open_backend(dt_graph *g, dt_error *error) {
     if (!g->backends[0]) {
         return dt_fail(error, DT_ERR_COMPUTE, "ggml's CPU backend does not start");
     }
-    if (!start_threads(g, most_threads(g))) {
-        return dt_fail(error, DT_ERR_COMPUTE, "the threads for computing can't be started; use fewer with -t");
+    const dt_status status = dt_threads_open(&g->threads, registry, g->backends[0], most_threads(g), error);
+    if (status != DT_OK) {
+        return status;
     }
-    dt_pace_start(&g->pace, most_threads(g));
     set_abort(g->backends[0], abort_callback, g);
     return DT_OK;
 }
@@ -243,9 +194,7 @@ void dt_graph_free(dt_graph *graph) {
             ggml_backend_free(graph->backends[i]);
         }
     }
-    if (graph->threadpool) {
-        graph->free_threadpool(graph->threadpool);
-    }
+    dt_threads_close(&graph->threads);
     release(graph, &graph->share);
     release(graph, &graph->jobs);
     release(graph, &graph->lanes);
@@ -556,9 +505,10 @@ static dt_status compute_segments(dt_graph *g, const dt_plan *plan, dt_error *er
         if (s->in != NULL && !dt_ggml_copy(plan->segments[i - 1].out, s->in)) {
             return fail_input(g, s->device, error);
         }
-        const enum ggml_status computed = g->backends[s->device] == g->backends[0]
-                                              ? compute_here(g, s->cgraph, n_threads, plan->n_tokens <= SMALL_PLAN_TOKENS)
-                                              : dt_ggml_compute(g->backends[s->device], s->cgraph);
+        const enum ggml_status computed =
+            g->backends[s->device] == g->backends[0]
+                ? dt_threads_compute(&g->threads, s->cgraph, n_threads, plan->n_tokens <= SMALL_PLAN_TOKENS)
+                : dt_ggml_compute(g->backends[s->device], s->cgraph);
         if (computed == GGML_STATUS_ABORTED || (computed == GGML_STATUS_SUCCESS && i + 1 < plan->n_segments && abort_callback(g))) {
             return dt_fail(error, DT_ERR_CANCELLED, "cancelled");
         }
@@ -686,7 +636,7 @@ const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t laye
 void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user) {
     graph->work = fn;
     graph->work_user = user;
-    if (compute_here(graph, graph->work_graph, most_threads(graph), false) !=
+    if (dt_threads_compute(&graph->threads, graph->work_graph, most_threads(graph), false) !=
         GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
         fn(user, 0, 1);
     }
