@@ -176,6 +176,10 @@ function(dt_build_llama source)
             set_target_properties(${target} PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${directories}")
         endif()
     endforeach()
+    if(DT_SANITIZE MATCHES "thread") # the sanitizer has to see how ggml's threads wait for each other
+        set_property(SOURCE "${source}/ggml/src/ggml-cpu/ggml-cpu.c" TARGET_DIRECTORY ggml-base
+            APPEND PROPERTY COMPILE_OPTIONS -fsanitize=thread)
+    endif()
     dt_cure_amx("${source}")
     dt_add_llama_common("${source}")
 endfunction()
