@@ -307,7 +307,7 @@ static int listen_at(const dt_http_params *p, int *out_port, dt_error *error) {
         }
         return -1;
     }
-    /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): getsockname has filled it in; glibc hides that in a union */
+    /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage,clang-analyzer-core.UndefinedBinaryOperatorResult): getsockname filled it in */
     *out_port = ntohs(bound.ss_family == AF_INET6 ? ((const struct sockaddr_in6 *)&bound)->sin6_port
                                                   : ((const struct sockaddr_in *)&bound)->sin_port);
     return s;
