@@ -221,20 +221,26 @@ def test_server(talking_model, tmp_path):
     report = tmp_path / "count"
     environment = {"LD_PRELOAD": FAIL_MEMORY, "DT_FAIL_REPORT": str(report)}
 
+    def use(server, more, what):
+        for path, body in REQUESTS:
+            answer = server.ask(path, body)
+            if answer is not None:
+                assert_answered(answer, body, (what, path))
+            assert server.process.poll() is None, (what, path, server.log.read_bytes())
+        answer, tries = None, 0
+        while more.get("DT_FAIL_TIMES") != "0" and (answer is None or answer[0] != 200):  # memory is there again, sooner or later
+            answer, tries = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 2}), tries + 1
+            assert tries < 30, (what, answer)
+
     def life(more, what):
-        """Starts it, asks everything, ends it: whether it came to listen, and how many allocations that took."""
+        """Starts it, asks everything, ends it: whether it came to listen."""
         server = Starved(talking_model, tmp_path, dict(environment, **more))
-        if server.port is not None:
-            for path, body in REQUESTS:
-                answer = server.ask(path, body)
-                if answer is not None:
-                    assert_answered(answer, body, (what, path))
-                assert server.process.poll() is None, (what, path, server.log.read_bytes())
-            answer, tries = None, 0
-            while more.get("DT_FAIL_TIMES") != "0" and (answer is None or answer[0] != 200):  # memory is there again, sooner or later
-                answer, tries = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 2}), tries + 1
-                assert tries < 30, (what, answer)
-        code, log = server.stop(), server.log.read_text(errors="replace")
+        try:
+            if server.port is not None:
+                use(server, more, what)
+            code, log = server.stop(), server.log.read_text(errors="replace")
+        finally:
+            server.process.kill()
         assert code == 0 if server.port is not None else code in (1, 2) and "error: " in log, (what, code, log)
         return server.port is not None
 
