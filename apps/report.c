@@ -219,6 +219,10 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
               (long long)s.prefill_tokens, per_second(s.prefill_tokens, s.prefill_ms), (long long)numbers->reused_tokens);
     dt_report(DT_LOG_INFO, "decode   %10.1f ms  %7lld tokens  %9.1f tokens/s", s.decode_ms, (long long)s.decode_tokens,
               per_second(s.decode_tokens, s.decode_ms));
+    if (s.draft_prefill_tokens > 0) {
+        dt_report(DT_LOG_INFO, "draft    %10.1f ms  %7lld tokens  %9.1f tokens/s  read by the smaller model", s.draft_prefill_ms,
+                  (long long)s.draft_prefill_tokens, per_second(s.draft_prefill_tokens, s.draft_prefill_ms));
+    }
     if (s.draft_proposed > 0) {
         dt_report(DT_LOG_INFO, "draft    %10lld of %lld guessed tokens right", (long long)s.draft_accepted,
                   (long long)s.draft_proposed);
@@ -426,8 +430,10 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
                         json_pack("{s:b, s:I, s:I, s:o}", "enabled", (int)numbers->eviction, "rounds",
                                   (json_int_t)s.eviction_rounds, "evicted_tokens", (json_int_t)s.evicted_tokens, "ms",
                                   json_number(s.eviction_ms)));
-    json_object_set_new(
-        root, "draft", json_pack("{s:I, s:I}", "proposed", (json_int_t)s.draft_proposed, "accepted", (json_int_t)s.draft_accepted));
+    json_object_set_new(root, "draft",
+                        json_pack("{s:I, s:I, s:I, s:o}", "proposed", (json_int_t)s.draft_proposed, "accepted",
+                                  (json_int_t)s.draft_accepted, "prefill_tokens", (json_int_t)s.draft_prefill_tokens, "prefill_ms",
+                                  json_number(s.draft_prefill_ms)));
     json_object_set_new(root, "layers", json_layers(session, info->n_layers));
     json_object_set_new(root, "generated_token_ids", tokens);
     return root;

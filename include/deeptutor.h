@@ -280,6 +280,8 @@ typedef struct dt_session_stats {
     double prefill_ms, decode_ms;                                           /* eviction included */
     double eviction_ms, attention_ms;
     int64_t draft_proposed, draft_accepted; /* tokens */
+    int64_t draft_prefill_tokens;           /* that a draft model read before its first guess for a reply, */
+    double draft_prefill_ms;                /* and the time that took, which is in no other number */
 } dt_session_stats;
 
 int32_t dt_default_threads(void); /* what 0 threads stands for */
