@@ -189,6 +189,8 @@ def test_json_schema(server):
     ({"messages": user("x"), "response_format": {"type": "xml"}}, "response_format"),
     ({"messages": user("x"), "eviction": {"preset": "nonesuch"}}, "nonesuch"), ({"messages": user("x"), "eviction": 3}, "eviction"),
     ({"messages": user("x"), "eviction": {"presets": "docqa"}}, '"presets"; it takes enabled, preset'),
+    ({"messages": user("x"), "eviction": {"max_cache_size": 1}}, "max_cache_size 1 leaves no room"),
+    ({"messages": user("x"), "eviction": {"max_cache_size": 200, "min_cache_size": 900}}, "min_cache_size 900 is above"),
     ({"messages": user("x"), "eviction": {"config": {"0-99": {"policy": "no"}}}}, "policy"),
     ({"messages": user(WORDS * 100)}, "1024"),
 ])
@@ -196,6 +198,7 @@ def test_refused(server, body, word):
     status, answer, _ = server.ask("/v1/chat/completions", body)
     assert status == 400 and word in answer["error"]["message"], answer
     assert answer["error"]["type"] == "invalid_request_error" and "\n" not in answer["error"]["message"]
+    assert "--" not in answer["error"]["message"]  # clients know fields, not flags
 
 
 @pytest.mark.parametrize("raw", [
