@@ -80,6 +80,36 @@ def test_bad_rows(model, tmp_path):
     assert "other settings" in batch(model, source, target, "--cache-eviction") and target.read_bytes() == before
 
 
+def test_settings_are_told_apart(model, tmp_path):
+    """The word in each line: files by what they hold, wherever they lie, and the chunk where it decides what is evicted."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"id": 1, "prompt": "Hello", "max_tokens": 1}))
+
+    def word(*flags):
+        target = tmp_path / "out.jsonl"
+        batch(model, source, target, *flags)
+        settings = lines(target)[1]["settings"]
+        target.unlink()
+        return settings
+
+    config, other, grammar = tmp_path / "c.json", tmp_path / "d.json", tmp_path / "g.gbnf"
+    text = '{"0-": {"policy": "local_window", "max_cache_size": %d}}'
+    config.write_text(text % 200)
+    other.write_text(text % 200)
+    evicting = ("--cache-eviction", "--eviction-config")
+    first = word(*evicting, str(config))
+    assert word(*evicting, str(config)) == word(*evicting, str(other)) == first
+    assert word(*evicting, str(config), "-b", "64") != first
+    config.write_text(text % 201)
+    assert word(*evicting, str(config)) != first
+    grammar.write_text('root ::= "a"')
+    first = word("--grammar-file", str(grammar))
+    assert first != word()
+    grammar.write_text('root ::= "b"')
+    assert word("--grammar-file", str(grammar)) != first
+    assert word("-b", "64") == word()  # reading in other chunks rounds differently, no more
+
+
 def test_memory_that_holds_nothing(model, tmp_path):
     """Refused before the first row, with a size that works."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
