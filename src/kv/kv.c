@@ -538,15 +538,14 @@ static void undo_reserve(dt_kv *kv) {
 /* No room for more tokens: the machine has none, or what was promised is used up. */
 static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, dt_error *error) {
     if (kv->memory->limit > 0) {
-        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %.1f MiB is reached after %d tokens (--kv-memory)",
-                       (double)kv->memory->limit / 1048576.0, kv->next_position);
+        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %s is reached after %d tokens (--kv-memory)",
+                       dt_size_of(kv->memory->limit).text, kv->next_position);
     }
     if (kv->memory->parent != NULL && kv->memory->parent->limit > 0) {
-        return dt_fail(
-            error, DT_ERR_MEMORY,
-            "the limit of %.1f MiB for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
-            "others end, or raise it",
-            (double)kv->memory->parent->limit / 1048576.0, kv->next_position);
+        return dt_fail(error, DT_ERR_MEMORY,
+                       "the limit of %s for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
+                       "others end, or raise it",
+                       dt_size_of(kv->memory->parent->limit).text, kv->next_position);
     }
     return dt_fail_memory(error, block_bytes(layer), "the KV cache");
 }
