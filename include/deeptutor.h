@@ -290,7 +290,7 @@ void dt_session_free(dt_session *session);
 /* A second session with the same conversation, logits included; cached keys and values are shared until either side changes them.
  * It is in the same group, and goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at
  * once. Scores are those that `from` collected, but score predict foretells its own: a policy that needs them where `from` had none
- * is DT_ERR_ARGUMENT. */
+ * for its text is DT_ERR_ARGUMENT. */
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error);
 /* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is still
  * whole, or rebuilds. progress and result may be NULL. On failure the session holds the tokens that were computed so far. */

@@ -301,6 +301,20 @@ static bool policy_needs_mass(const dt_budget *budget) {
 }
 static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
 
+/* The rows that an empty layer will have are those that its budget needs. */
+static void take_rows(dt_kv_layer_state *layer) {
+    layer->has_mass = policy_needs_mass(&layer->params.budget);
+    layer->has_peak = policy_needs_peak(&layer->params.budget);
+}
+
+static bool layer_is_empty(const dt_kv *kv, int32_t layer) {
+    bool empty = true;
+    for (int32_t j = 0; j < kv->layers[layer].params.n_lanes; j++) {
+        empty = empty && kv->layers[layer].lanes[j].arrays == NULL;
+    }
+    return empty;
+}
+
 /* The list of lanes is copied beside the layer's lanes. */
 static void take_budget(dt_kv *kv, int32_t layer, const dt_budget *budget) {
     dt_kv_layer_params *params = &kv->layers[layer].params;
@@ -351,11 +365,12 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
 
 void dt_kv_clear(dt_kv *kv) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        const dt_kv_layer_state *layer = &kv->layers[i];
+        dt_kv_layer_state *layer = &kv->layers[i];
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             lane_cut(kv, layer, &layer->lanes[j], 0);
             lane_free_arrays(kv, layer, &layer->lanes[j]);
         }
+        take_rows(layer); /* what an earlier budget had is gone */
     }
     spare_free(kv);
     if (kv->home != NULL) {
@@ -455,7 +470,8 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
 dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_cache_size, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const bool lacks_mass = policy_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
-        if (lacks_mass || (policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak)) {
+        const bool lacks_peak = policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak;
+        if ((lacks_mass || lacks_peak) && !layer_is_empty(kv, i)) {
             const bool for_slots = !budgets[i].policy->needs_mass && lacks_mass;
             return dt_fail(error, DT_ERR_ARGUMENT,
                            "%s%s needs to know the attention that layer %d's tokens got, and it was not collected there",
@@ -464,6 +480,9 @@ dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_c
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         take_budget(kv, i, &budgets[i]);
+        if (layer_is_empty(kv, i)) { /* nothing was collected, and nothing is missing */
+            take_rows(&kv->layers[i]);
+        }
     }
     kv->total_cache_size = total_cache_size;
     return DT_OK;
