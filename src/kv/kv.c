@@ -851,6 +851,34 @@ int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index, int64_t shared_room) {
 
 bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more) { return n_more > dt_kv_room(kv, layer, dt_kv_shared_room(kv)); }
 
+bool dt_kv_has_masses(const dt_kv *kv) {
+    bool any = false;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; layer->has_mass && j < layer->params.n_lanes; j++) {
+            const dt_kv_lane_state *lane = &layer->lanes[j];
+            for (int32_t entry = 0; !any && entry < lane->n_entries; entry++) {
+                any = lane->recent_mass[entry] > 0 || lane->total_mass[entry] > 0;
+            }
+        }
+    }
+    return any;
+}
+
+void dt_kv_forget_masses(dt_kv *kv) {
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; layer->has_mass && j < layer->params.n_lanes; j++) {
+            dt_kv_lane_state *lane = &layer->lanes[j];
+            for (int32_t entry = 0; entry < lane->n_entries; entry++) {
+                if (!dt_is_slot(entry_position(&layer->params.format, lane, entry))) {
+                    lane->recent_mass[entry] = lane->total_mass[entry] = 0;
+                }
+            }
+        }
+    }
+}
+
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
     return kv->layers[layer].has_mass && policy_needs_mass(&kv->layers[layer].params.budget);
 }
