@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -140,6 +141,24 @@ def test_folder(model, tmp_path):
         assert lines(target)[1]["text"] == out[f"{i}.txt"]["text"]
     shared = int(log.split("tokens read (")[1].split()[0])
     assert shared >= 6 * 60, log
+
+
+def test_files_that_ray_batch_refuses(model, tmp_path):
+    """In a sentence, before Ray (which an empty module stands for) is started."""
+    program = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python", "cluster", "ray_batch.py")
+    (tmp_path / "ray.py").write_text("")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": 1, "prompt": "Hello"}))
+    (tmp_path / "folder").mkdir()
+    other = tmp_path / "out.jsonl"
+    for held in ("not JSON\n", "\udcff\n", "[" * 100000 + "\n", "[]\n"):
+        other.write_bytes(held.encode("utf-8", "surrogateescape"))
+        for source, target, sentence in (("in.jsonl", "out.jsonl", "holds something else"), ("none", "new", "none can't be used"),
+                                         ("in.jsonl", "folder", "folder can't be used")):
+            result = subprocess.run([sys.executable, program, "-m", model, "-i", str(tmp_path / source), "-o", str(tmp_path / target)],
+                                    env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+            assert result.returncode == 1 and result.stderr.startswith("error: ") and sentence in result.stderr, result.stderr
+            assert result.stderr.count("\n") == 1 and not (tmp_path / "new").exists()
+        assert other.read_bytes() == held.encode("utf-8", "surrogateescape")
 
 
 def test_killed_in_between(model, tmp_path):
