@@ -130,8 +130,10 @@ static json_t *short_line(const dt_batch_row *row, const json_t *body) {
     }
     json_t *text = json_array_size(texts) == 1 ? json_incref(json_array_get(texts, 0)) : json_incref(texts);
     json_decref(texts);
-    return json_pack("{s:o,s:o,s:O,s:O}", "id", id_json(row), "text", text, "finish_reason",
-                     json_object_get(json_array_get(choices, 0), "finish_reason"), "usage", json_object_get(body, "usage"));
+    json_t *eviction = json_object_get(body, "eviction"); /* what was let go is told here too */
+    return json_pack("{s:o,s:o,s:O,s:O,s:O*}", "id", id_json(row), "text", text, "finish_reason",
+                     json_object_get(json_array_get(choices, 0), "finish_reason"), "usage", json_object_get(body, "usage"),
+                     "eviction", eviction);
 }
 
 static json_t *answer_line(const batch *b, const work *w) {

@@ -81,6 +81,37 @@ def test_bad_rows(model, tmp_path):
     assert "other settings" in batch(model, source, target, "--cache-eviction") and target.read_bytes() == before
 
 
+def test_a_huge_row(model, tmp_path):
+    """Row 37: 10 MB in one row: a prompt is refused, a field that nobody reads is no matter; the rows beside it don't feel it."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"id": "before", "prompt": "Hello"}, {"id": "huge", "prompt": "x" * 10_000_000},
+            {"id": "padded", "prompt": "Hello", "metadata": "x" * 10_000_000}, {"id": "after", "prompt": "Hello"}]
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    batch(model, source, target)
+    out = {row["id"]: row for row in lines(target).values()}
+    assert set(out) == {row["id"] for row in rows} and "10000000 bytes" in out["huge"]["error"] and target.stat().st_size < 10_000
+    assert out["before"]["text"] == out["after"]["text"] == out["padded"]["text"]
+
+
+def test_around_the_context(model, tmp_path):
+    """Row 24: refused with both lengths where nothing is evicted; else read, and the line and the summary tell what was let go."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lengths = (1023, 1024, 1025, 2048)
+    source.write_text("\n".join(json.dumps({"id": n, "prompt": [5 + i % 7 for i in range(n)]}) for n in lengths))
+    batch(model, source, target)
+    for n, line in zip(lengths, sorted(lines(target).values(), key=lambda row: row["line"])):
+        assert "eviction" not in line and (line.get("error") is None) == (n <= 1024), line
+        assert n <= 1024 or (str(n) in line["error"] and "1024" in line["error"]), line
+    target.unlink()
+    log = batch(model, source, target, "--cache-eviction", "--max-cache-size", "200", "--min-cache-size", "150")
+    evicted = 0
+    for line in lines(target).values():
+        assert line["usage"]["prompt_tokens"] == line["id"] and line["usage"]["completion_tokens"] == 8, line
+        assert line["eviction"]["evicted_tokens"] >= 2 * (line["id"] - 200), line
+        evicted += line["eviction"]["evicted_tokens"]
+    assert f"{evicted} evicted" in log, log
+
+
 def test_settings_are_told_apart(model, tmp_path):
     """The word in each line: files by what they hold, wherever they lie, and the chunk where it decides what is evicted."""
     source = tmp_path / "in.jsonl"
