@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -128,8 +129,10 @@ static json_t *short_line(const dt_batch_row *row, const json_t *body) {
     }
     json_t *text = json_array_size(texts) == 1 ? json_incref(json_array_get(texts, 0)) : json_incref(texts);
     json_decref(texts);
-    return json_pack("{s:o,s:o,s:O,s:O}", "id", id_json(row), "text", text, "finish_reason",
-                     json_object_get(json_array_get(choices, 0), "finish_reason"), "usage", json_object_get(body, "usage"));
+    json_t *eviction = json_object_get(body, "eviction"); /* what was let go is told here too */
+    return json_pack("{s:o,s:o,s:O,s:O,s:O*}", "id", id_json(row), "text", text, "finish_reason",
+                     json_object_get(json_array_get(choices, 0), "finish_reason"), "usage", json_object_get(body, "usage"),
+                     "eviction", eviction);
 }
 
 static json_t *answer_line(const batch *b, const work *w) {
@@ -457,15 +460,25 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     return exit_code;
 }
 
-/* Stands for what results depend on: another model or other flags, another word. */
-static void settings_word(const batch_options *o, char out[17]) {
+static uint64_t hash_bytes(uint64_t hash, const void *bytes, size_t n) { /* FNV-1a */
+    for (size_t i = 0; i < n; i++) {
+        hash = (hash ^ ((const unsigned char *)bytes)[i]) * 1099511628211u;
+    }
+    return hash;
+}
+
+/* Stands for what results depend on: another model, other flags, or other text in the files that they name, another word. config,
+ * grammar: what those files hold, or NULL. */
+static void settings_word(const batch_options *o, const char *config, const char *grammar, char out[17]) {
     const dt_shared_options *s = &o->shared;
-    const char *const texts[] = {s->model, s->eviction_config, s->eviction_preset, s->grammar, s->grammar_file, s->json_schema,
-                                 o->each,  o->chat_template};
+    const char *const texts[] = {s->model,       config,  s->eviction_preset, s->grammar, grammar,
+                                 s->json_schema, o->each, o->chat_template};
     const double numbers[] = {(double)s->n_ctx,
                               (double)s->kv_type,
                               (double)s->prefill,
                               s->eviction,
+                              s->eviction ? (double)s->n_batch
+                                          : 0, /* text that is read streaming is evicted from after each chunk */
                               (double)s->max_cache_size,
                               (double)s->min_cache_size,
                               (double)s->memory_slots,
@@ -478,32 +491,37 @@ static void settings_word(const batch_options *o, char out[17]) {
                               s->ignore_end,
                               (double)o->max_tokens,
                               o->chat};
-    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    uint64_t hash = 14695981039346656037u;
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
-        for (const char *c = texts[i] != NULL ? texts[i] : ""; *c != 0; c++) {
-            hash = (hash ^ (unsigned char)*c) * 1099511628211u;
-        }
-        hash = (hash ^ (texts[i] != NULL ? 256u : 257u)) * 1099511628211u;
+        const size_t n = texts[i] != NULL ? strlen(texts[i]) : SIZE_MAX; /* where one ends and whether it is there counts too */
+        hash = hash_bytes(hash_bytes(hash, texts[i], texts[i] != NULL ? n : 0), &n, sizeof n);
     }
-    for (size_t i = 0; i < sizeof numbers; i++) {
-        hash = (hash ^ ((const unsigned char *)numbers)[i]) * 1099511628211u;
-    }
+    hash = hash_bytes(hash, numbers, sizeof numbers);
     snprintf(out, 17, "%016llx", (unsigned long long)hash);
+}
+
+/* A pipe can be read once, and not here. */
+static bool is_regular(const char *path) {
+    struct stat info;
+    return path != NULL && stat(path, &info) == 0 && S_ISREG(info.st_mode);
 }
 
 static int run_all(void *user) {
     const batch_options *o = user;
     char settings[17];
-    settings_word(o, settings);
     dt_error error = {0};
     dt_model_params model_params;
     dt_shared_options_model(&o->shared, &model_params);
     dt_model *model = NULL;
     dt_batch_input *input = NULL;
     dt_batch_output *output = NULL;
-    char *grammar = NULL;
+    char *grammar = NULL, *config = NULL;
     size_t n = 0;
     dt_status status = o->shared.grammar_file != NULL ? dt_read_file(o->shared.grammar_file, &grammar, &n, &error) : DT_OK;
+    if (status == DT_OK && is_regular(o->shared.eviction_config)) {
+        status = dt_read_file(o->shared.eviction_config, &config, &n, &error);
+    }
+    settings_word(o, config != NULL ? config : o->shared.eviction_config, grammar, settings);
     if (status == DT_OK) {
         status = dt_batch_input_open(o->input, o->each, o->chat, &input, &error);
     }
@@ -531,6 +549,7 @@ static int run_all(void *user) {
     dt_batch_input_close(input);
     dt_batch_output_close(output);
     free(grammar);
+    free(config);
     return exit_code;
 }
 

@@ -386,11 +386,17 @@ static bool read_note(dt_chat *chat, note *from, dt_error *error) {
     return added && n >= 2 && strcmp(chat->messages[n - 1].role, "assistant") == 0;
 }
 
+bool dt_chat_is_in(const dt_session *session) {
+    size_t n = 0;
+    const char *bytes = dt_session_note(session, &n);
+    return n >= strlen(NOTE_MAGIC) && memcmp(bytes, NOTE_MAGIC, strlen(NOTE_MAGIC)) == 0;
+}
+
 dt_status dt_chat_resume(dt_chat *chat, const char *system_prompt, dt_error *error) {
     note from;
     from.at = dt_session_note(chat->run->session, &from.left);
-    if (from.left < strlen(NOTE_MAGIC) || memcmp(from.at, NOTE_MAGIC, strlen(NOTE_MAGIC)) != 0) {
-        return DT_OK; /* no chat's */
+    if (!dt_chat_is_in(chat->run->session)) {
+        return DT_OK;
     }
     from.at += strlen(NOTE_MAGIC);
     from.left -= strlen(NOTE_MAGIC);

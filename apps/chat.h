@@ -18,6 +18,8 @@ void dt_chat_free(dt_chat *chat);
 /* Goes on with the conversation that dt_chat_note left in the session, where there is one. DT_ERR_ARGUMENT when system_prompt is
  * given and is not that conversation's. */
 dt_status dt_chat_resume(dt_chat *chat, const char *system_prompt, dt_error *error);
+/* Whether dt_chat_note left one there. */
+bool dt_chat_is_in(const dt_session *session);
 /* Leaves the conversation, up to the last turn that was answered, with the session, to be saved with it. */
 dt_status dt_chat_note(const dt_chat *chat, dt_error *error);
 /* One turn; the reply goes to run->output. */

@@ -277,10 +277,10 @@ static uint64_t bound_of(const dt_session *session, const dt_job *job) {
 
 static dt_status refuse_size(const dt_conversations *all, uint64_t bytes, const dt_job *job, dt_error *error) {
     return dt_conversations_fail(error, DT_ERR_LIMIT,
-                                 "%zu tokens of prompt and up to %lld of reply may need %.1f MiB of cache, above the limit of %.1f "
-                                 "MiB for all (--kv-memory); shorten the text, lower max_tokens or evict",
-                                 job->n_tokens, (long long)job->max_tokens * job->n_choices, (double)bytes / 1048576,
-                                 (double)all->params.memory_bytes / 1048576);
+                                 "%zu tokens of prompt and up to %lld of reply may need %s of cache, above the limit of %s "
+                                 "for all (--kv-memory); shorten the text, lower max_tokens or evict",
+                                 job->n_tokens, (long long)job->max_tokens * job->n_choices, dt_size_text_of(bytes).text,
+                                 dt_size_text_of(all->params.memory_bytes).text);
 }
 
 /* Checks the prompt's length and finds room. *out_fits false: not now. */

@@ -192,6 +192,11 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
         run->loaded_tokens = (int64_t)n;
         dt_report(DT_LOG_INFO, "session: %s: %zu tokens loaded in %.1f ms", o->session, n, 1e3 * dt_seconds_now() - begun);
     }
+    if (status == DT_OK && !o->conversation && dt_chat_is_in(run->session)) { /* as a text its messages would be lost */
+        snprintf(error->message, sizeof error->message,
+                 "%s holds a chat; add -cnv to go on with it, or name another file for this text", o->session);
+        return error->code = DT_ERR_ARGUMENT;
+    }
     return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
 }
 

@@ -49,6 +49,18 @@ double dt_seconds_now(void) {
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
+dt_size_text dt_size_text_of(uint64_t bytes) {
+    dt_size_text size;
+    if (bytes < 1024) {
+        snprintf(size.text, sizeof size.text, "%d bytes", (int)bytes);
+    } else if (bytes < 1u << 20) {
+        snprintf(size.text, sizeof size.text, "%.1f KiB", (double)bytes / 1024);
+    } else {
+        snprintf(size.text, sizeof size.text, "%.1f MiB", (double)bytes / 1048576);
+    }
+    return size;
+}
+
 static void wipe_bar(void) {
     if (report.drawn) {
         fputs(BAR_WIPE, stderr);
@@ -169,8 +181,8 @@ void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_
         snprintf(percent, sizeof percent, " %3d %%", (int)(100 * done / total));
     }
     if (report.stepped > report.started) { /* the clock of the rate stands still between steps, as the count does */
-        snprintf(numbers, sizeof numbers, "  %lld tokens  %.1f tokens/s  KV %.1f MiB", (long long)done,
-                 (double)(done - report.done_at_start) / (report.stepped - report.started), (double)stats.kv_bytes / 1048576.0);
+        snprintf(numbers, sizeof numbers, "  %lld tokens  %.1f tokens/s  KV %s", (long long)done,
+                 (double)(done - report.done_at_start) / (report.stepped - report.started), dt_size_text_of(stats.kv_bytes).text);
     }
     snprintf(line, sizeof line, "%s%s%s", what, percent, numbers);
     draw_bar(line);
@@ -220,6 +232,10 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
               (long long)s.prefill_tokens, per_second(s.prefill_tokens, s.prefill_ms), (long long)numbers->reused_tokens);
     dt_report(DT_LOG_INFO, "decode   %10.1f ms  %7lld tokens  %9.1f tokens/s", s.decode_ms, (long long)s.decode_tokens,
               per_second(s.decode_tokens, s.decode_ms));
+    if (s.draft_prefill_tokens > 0) {
+        dt_report(DT_LOG_INFO, "draft    %10.1f ms  %7lld tokens  %9.1f tokens/s  read by the smaller model", s.draft_prefill_ms,
+                  (long long)s.draft_prefill_tokens, per_second(s.draft_prefill_tokens, s.draft_prefill_ms));
+    }
     if (s.draft_proposed > 0) {
         dt_report(DT_LOG_INFO, "draft    %10lld of %lld guessed tokens right", (long long)s.draft_accepted,
                   (long long)s.draft_proposed);
@@ -233,8 +249,8 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
             report_let_go(session, s.n_tokens);
         }
     }
-    dt_report(DT_LOG_INFO, "KV cache %10.1f MiB now  %.1f MiB peak  %.1f MiB with full caching", (double)s.kv_bytes / 1048576.0,
-              (double)s.kv_bytes_peak / 1048576.0, (double)s.kv_bytes_full / 1048576.0);
+    dt_report(DT_LOG_INFO, "KV cache %14s now  %s peak  %s with full caching", dt_size_text_of(s.kv_bytes).text,
+              dt_size_text_of(s.kv_bytes_peak).text, dt_size_text_of(s.kv_bytes_full).text);
 }
 
 /* ---- stats file --------------------------------------------------------------------------------- */
@@ -426,7 +442,9 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
                 json_pack("{s:b, s:I, s:I, s:o}", "enabled", (int)numbers->eviction, "rounds", (json_int_t)s.eviction_rounds,
                           "evicted_tokens", (json_int_t)s.evicted_tokens, "ms", json_number(s.eviction_ms)));
     dt_json_set(&root, "draft",
-                json_pack("{s:I, s:I}", "proposed", (json_int_t)s.draft_proposed, "accepted", (json_int_t)s.draft_accepted));
+                json_pack("{s:I, s:I, s:I, s:o}", "proposed", (json_int_t)s.draft_proposed, "accepted",
+                          (json_int_t)s.draft_accepted, "prefill_tokens", (json_int_t)s.draft_prefill_tokens, "prefill_ms",
+                          json_number(s.draft_prefill_ms)));
     dt_json_set(&root, "layers", json_layers(session, info->n_layers));
     dt_json_set(&root, "generated_token_ids", tokens);
     return root;

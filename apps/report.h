@@ -19,6 +19,11 @@ void dt_report(dt_log_level level, const char *format, ...) __attribute__((forma
 /* Tells the error; the exit code: 2 where something that the command line names can't be used, which showed before the work; else
  * 1. */
 int dt_report_failure(const dt_error *error, bool setting_up);
+/* "12.3 MiB"; below 1 MiB "12.3 KiB", below 1 KiB "30 bytes". */
+typedef struct dt_size_text {
+    char text[24];
+} dt_size_text;
+dt_size_text dt_size_text_of(uint64_t bytes);
 /* "TLC: on, NAMEmore" and a line for each run of equal layers; eviction NULL: "TLC: off". */
 dt_status dt_report_eviction(const dt_eviction *eviction, const char *more, dt_error *error);
 /* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total <= 0: unknown. Draws at most ten times a second. */

@@ -280,6 +280,8 @@ typedef struct dt_session_stats {
     double prefill_ms, decode_ms;                                           /* eviction included */
     double eviction_ms, attention_ms;
     int64_t draft_proposed, draft_accepted; /* tokens */
+    int64_t draft_prefill_tokens;           /* that a draft model read before its first guess for a reply, */
+    double draft_prefill_ms;                /* and the time that took, which is in no other number */
 } dt_session_stats;
 
 int32_t dt_default_threads(void); /* what 0 threads stands for */
@@ -288,7 +290,7 @@ void dt_session_free(dt_session *session);
 /* A second session with the same conversation, logits included; cached keys and values are shared until either side changes them.
  * It is in the same group, and goes on under `eviction` (NULL = nothing is evicted) and `evict`; what that makes due is evicted at
  * once. Scores are those that `from` collected, but score predict foretells its own: a policy that needs them where `from` had none
- * is DT_ERR_ARGUMENT. */
+ * for its text is DT_ERR_ARGUMENT. */
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error);
 /* Makes the conversation equal to tokens[n], n >= 1, computing only what is new: extends it, rewinds into the part that is still
  * whole, or rebuilds. progress and result may be NULL. On failure the session holds the tokens that were computed so far. */

@@ -30,6 +30,16 @@ static void test_fail_fills_the_error(void **state) {
     assert_non_null(strstr(error.message, "4096 more bytes for scores"));
 }
 
+static void test_sizes_are_told_in_their_own_unit(void **state) {
+    (void)state;
+    assert_string_equal(dt_size_of(0).text, "0 bytes");
+    assert_string_equal(dt_size_of(30).text, "30 bytes");
+    assert_string_equal(dt_size_of(1536).text, "1.5 KiB");
+    assert_string_equal(dt_size_of((1 << 20) - 1024).text, "1023.0 KiB");
+    assert_string_equal(dt_size_of(1 << 20).text, "1.0 MiB");
+    assert_string_equal(dt_size_of(UINT64_MAX).text, "17592186044416.0 MiB");
+}
+
 static void test_fail_cuts_long_messages_at_a_character(void **state) {
     (void)state;
     dt_error error;
@@ -343,6 +353,7 @@ int main(void) {
         cmocka_unit_test(test_memory_is_thread_safe),
         cmocka_unit_test(test_memory_blocks),
         cmocka_unit_test(test_clock_and_cores),
+        cmocka_unit_test(test_sizes_are_told_in_their_own_unit),
         cmocka_unit_test(test_f16_every_half),
         cmocka_unit_test(test_f16_rounds_to_nearest_even),
         cmocka_unit_test(test_is_finite),

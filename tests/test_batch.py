@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -80,6 +81,67 @@ def test_bad_rows(model, tmp_path):
     assert "other settings" in batch(model, source, target, "--cache-eviction") and target.read_bytes() == before
 
 
+def test_a_huge_row(model, tmp_path):
+    """Row 37: 10 MB in one row: a prompt is refused, a field that nobody reads is no matter; the rows beside it don't feel it."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"id": "before", "prompt": "Hello"}, {"id": "huge", "prompt": "x" * 10_000_000},
+            {"id": "padded", "prompt": "Hello", "metadata": "x" * 10_000_000}, {"id": "after", "prompt": "Hello"}]
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    batch(model, source, target)
+    out = {row["id"]: row for row in lines(target).values()}
+    assert set(out) == {row["id"] for row in rows} and "10000000 bytes" in out["huge"]["error"] and target.stat().st_size < 10_000
+    assert out["before"]["text"] == out["after"]["text"] == out["padded"]["text"]
+
+
+def test_around_the_context(model, tmp_path):
+    """Row 24: refused with both lengths where nothing is evicted; else read, and the line and the summary tell what was let go."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lengths = (1023, 1024, 1025, 2048)
+    source.write_text("\n".join(json.dumps({"id": n, "prompt": [5 + i % 7 for i in range(n)]}) for n in lengths))
+    batch(model, source, target)
+    for n, line in zip(lengths, sorted(lines(target).values(), key=lambda row: row["line"])):
+        assert "eviction" not in line and (line.get("error") is None) == (n <= 1024), line
+        assert n <= 1024 or (str(n) in line["error"] and "1024" in line["error"]), line
+    target.unlink()
+    log = batch(model, source, target, "--cache-eviction", "--max-cache-size", "200", "--min-cache-size", "150")
+    evicted = 0
+    for line in lines(target).values():
+        assert line["usage"]["prompt_tokens"] == line["id"] and line["usage"]["completion_tokens"] == 8, line
+        assert line["eviction"]["evicted_tokens"] >= 2 * (line["id"] - 200), line
+        evicted += line["eviction"]["evicted_tokens"]
+    assert f"{evicted} evicted" in log, log
+
+
+def test_settings_are_told_apart(model, tmp_path):
+    """The word in each line: files by what they hold, wherever they lie, and the chunk where it decides what is evicted."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"id": 1, "prompt": "Hello", "max_tokens": 1}))
+
+    def word(*flags):
+        target = tmp_path / "out.jsonl"
+        batch(model, source, target, *flags)
+        settings = lines(target)[1]["settings"]
+        target.unlink()
+        return settings
+
+    config, other, grammar = tmp_path / "c.json", tmp_path / "d.json", tmp_path / "g.gbnf"
+    text = '{"0-": {"policy": "local_window", "max_cache_size": %d}}'
+    config.write_text(text % 200)
+    other.write_text(text % 200)
+    evicting = ("--cache-eviction", "--eviction-config")
+    first = word(*evicting, str(config))
+    assert word(*evicting, str(config)) == word(*evicting, str(other)) == first
+    assert word(*evicting, str(config), "-b", "64") != first
+    config.write_text(text % 201)
+    assert word(*evicting, str(config)) != first
+    grammar.write_text('root ::= "a"')
+    first = word("--grammar-file", str(grammar))
+    assert first != word()
+    grammar.write_text('root ::= "b"')
+    assert word("--grammar-file", str(grammar)) != first
+    assert word("-b", "64") == word()  # reading in other chunks rounds differently, no more
+
+
 def test_memory_that_holds_nothing(model, tmp_path):
     """Refused before the first row, with a size that works."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -110,6 +172,24 @@ def test_folder(model, tmp_path):
         assert lines(target)[1]["text"] == out[f"{i}.txt"]["text"]
     shared = int(log.split("tokens read (")[1].split()[0])
     assert shared >= 6 * 60, log
+
+
+def test_files_that_ray_batch_refuses(model, tmp_path):
+    """In a sentence, before Ray (which an empty module stands for) is started."""
+    program = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python", "cluster", "ray_batch.py")
+    (tmp_path / "ray.py").write_text("")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": 1, "prompt": "Hello"}))
+    (tmp_path / "folder").mkdir()
+    other = tmp_path / "out.jsonl"
+    for held in ("not JSON\n", "\udcff\n", "[" * 100000 + "\n", "[]\n"):
+        other.write_bytes(held.encode("utf-8", "surrogateescape"))
+        for source, target, sentence in (("in.jsonl", "out.jsonl", "holds something else"), ("none", "new", "none can't be used"),
+                                         ("in.jsonl", "folder", "folder can't be used")):
+            result = subprocess.run([sys.executable, program, "-m", model, "-i", str(tmp_path / source), "-o", str(tmp_path / target)],
+                                    env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+            assert result.returncode == 1 and result.stderr.startswith("error: ") and sentence in result.stderr, result.stderr
+            assert result.stderr.count("\n") == 1 and not (tmp_path / "new").exists()
+        assert other.read_bytes() == held.encode("utf-8", "surrogateescape")
 
 
 def test_killed_in_between(model, tmp_path):

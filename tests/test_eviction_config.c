@@ -184,11 +184,11 @@ static void test_override_of_a_config(void **state) {
     assert_string_equal(logged, "info TLC: max_cache_size 400 lowers the min_cache_size of layers 0 from 600 to 200\n");
     /* what can't hold for one layer changes none */
     assert_int_equal(dt_eviction_override(eviction, 160, -1, &error), DT_ERR_CONFIG);
-    assert_string_equal(error.message, "--max-cache-size 160 leaves no room in layer 0 beside sink_tokens 60 and "
+    assert_string_equal(error.message, "max_cache_size 160 leaves no room in layer 0 beside sink_tokens 60 and "
                                        "recent_window 100; give at least 161");
     assert_int_equal(dt_eviction_override(eviction, 0, 401, &error), DT_ERR_CONFIG);
-    assert_string_equal(error.message, "--min-cache-size 401 is above the max_cache_size 400 of layer 0; give a smaller one, or a "
-                                       "larger --max-cache-size");
+    assert_string_equal(error.message, "min_cache_size 401 is above the max_cache_size 400 of layer 0; give a smaller one, or a "
+                                       "larger max_cache_size");
     require_layer(eviction, 0, "local_window", 400, 200, 60, 100);
     require_layer(eviction, 4, "importance_score", 400, 200, 4, 100);
     assert_int_equal(dt_eviction_override(eviction, 161, 160, &error), DT_OK);
@@ -197,7 +197,7 @@ static void test_override_of_a_config(void **state) {
     assert_int_equal(dt_eviction_override(eviction, 0, -2, &error), DT_ERR_CONFIG);
     logged[0] = '\0';
     assert_int_equal(dt_eviction_override(eviction, 0, 0, &error), DT_OK);
-    assert_non_null(strstr(logged, "warn TLC: --min-cache-size 0"));
+    assert_non_null(strstr(logged, "warn TLC: min_cache_size 0"));
     dt_eviction_free(eviction);
 }
 
@@ -667,7 +667,7 @@ static void test_memory_slots(void **state) {
                                   "TLC:               window 512\n"
                                   "TLC: layers 3      none              keeps everything");
     assert_int_equal(dt_eviction_set_memory_slots(eviction, 1025, &error), DT_ERR_CONFIG);
-    assert_string_equal(error.message, "--memory-slots must be between 0 and 1024, but is 1025");
+    assert_string_equal(error.message, "memory_slots must be between 0 and 1024, but is 1025");
     assert_int_equal(dt_eviction_set_memory_slots(eviction, -1, &error), DT_ERR_CONFIG);
     assert_int_equal(dt_eviction_set_memory_slots(eviction, 8, &error), DT_OK);
     assert_int_equal(dt_eviction_override(eviction, 600, -1, &error), DT_OK); /* one flag doesn't undo the other */

@@ -541,7 +541,7 @@ def test_bad_eviction_flags(tmp_path):
     assert_fails(run_model("-p", "x", "--cache-eviction", "--eviction-preset", "nonsense"), 2, "nonsense", "docqa")
     assert_fails(run_model("-p", "x", "--cache-eviction", "--eviction-config", str(tmp_path / "missing.json")), 2, "missing.json")
     assert_fails(run_model("-p", "x", "--cache-eviction", "--max-cache-size", "1"), 2)
-    assert_fails(run_model("-p", "x", "--cache-eviction", "--memory-slots", "2000"), 2, "--memory-slots", "1024")
+    assert_fails(run_model("-p", "x", "--cache-eviction", "--memory-slots", "2000"), 2, "memory_slots", "1024")
     assert_fails(run_model("-p", "x", "--memory-slots", "8"), 2, "--cache-eviction")
     assert_fails(run_model("-p", "x", "--cache-eviction", "--max-cache-size", "64", "--min-cache-size", "65"), 2, "65")
 

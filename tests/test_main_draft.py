@@ -19,13 +19,28 @@ DRAFTS = (("--draft-lookup",), ("--draft-lookup", "--draft-max", "1"), ("--draft
 def test_same_text(tmp_path, flags):
     flags = ("-p", LIST, "-n", "48", "--temp", "0", *flags)
     plain, stats = run_stats(tmp_path, *flags)
-    assert stats["draft"] == {"proposed": 0, "accepted": 0}
+    assert stats["draft"] == {"proposed": 0, "accepted": 0, "prefill_tokens": 0, "prefill_ms": 0}
     for draft in DRAFTS:
         drafted, stats = run_stats(tmp_path, *flags, *draft)
         assert drafted.stdout == plain.stdout, draft
         assert 0 < stats["draft"]["accepted"] <= stats["draft"]["proposed"], draft
         assert (b"the smaller model has a cache of its own" in drafted.stderr) == ("--draft-model" in draft)
         assert re.search(rb"draft +\d+ of \d+ guessed tokens right", drafted.stderr)
+
+
+@needs_model
+def test_reading_is_not_decoding(tmp_path):
+    """What the smaller model reads of a prompt is counted apart, in a chat the new part of each turn; so decoding is about as quick after
+    a long prompt as after none. With the same model twice, reading it costs what the prefill did."""
+    drafted, stats = run_stats(tmp_path, "-p", LIST * 6, "-n", "4", "--temp", "0", "--draft-model", MODEL)
+    draft = stats["draft"]
+    assert draft["prefill_tokens"] == stats["prompt_tokens"] > 400
+    assert draft["prefill_ms"] > stats["prefill_ms"] / 4 and stats["decode_ms"] < draft["prefill_ms"]
+    assert re.search(rb"draft +[\d.]+ ms +%d tokens .* read by the smaller model" % draft["prefill_tokens"], drafted.stderr)
+    _, stats = run_stats(tmp_path, "-cnv", "-n", "8", "--temp", "0", "--draft-model", MODEL, stdin=b"Count to three.\nAnd to four.\n")
+    assert 0 < stats["draft"]["prefill_tokens"] <= stats["prompt_tokens"] - stats["reused_tokens"] + 8  # of the reply
+    _, stats = run_stats(tmp_path, "-p", LIST, "-n", "8", "--temp", "0", "--draft-lookup")
+    assert stats["draft"]["prefill_tokens"] == stats["draft"]["prefill_ms"] == 0
 
 
 @needs_model

@@ -275,3 +275,16 @@ def test_another_text_loses_nothing(tmp_path):
     assert old.exists() and session.read_bytes() != first
     again = run_model("-p", "Once upon a time", "-n", "4", "--temp", "0", "--session", str(old))  # the one there is can be used
     assert again.returncode == 0
+
+
+@needs_model
+def test_a_chat_stays_a_chat(tmp_path):
+    """Without -cnv its file is refused, whatever the text: saved as one it would have lost its messages."""
+    session = tmp_path / "s.bin"
+    flags = ("-n", "4", "--temp", "0", "--session", str(session))
+    assert run_model("-cnv", "-p", "Hello.", *flags).returncode == 0
+    chat = session.read_bytes()
+    for text in ((), ("-p", "Once upon a time"), ("-p", "And", "--append")):
+        assert_fails(run_model(*text, *flags), 2, "holds a chat", "-cnv", str(session))
+        assert session.read_bytes() == chat and os.listdir(tmp_path) == ["s.bin"]
+    assert b"goes on after 2 messages" in run_model("-cnv", "-p", "And you?", *flags).stderr

@@ -165,6 +165,36 @@ def test_python_drafts(deeptutor):
             deeptutor.Session(model, **wrong)
 
 
+LEAVING = """
+import gc, sys
+from deeptutor import Model, Session
+session = Session(Model(sys.argv[1]), threads=1)
+pieces = session.generate_tokens("A, b, c. A, b,", n_predict=40, draft="lookup", temp=0)
+next(pieces)
+how = sys.argv[2]
+if how == "cycle":  # nothing but the collector of garbage closes it
+    ring = [pieces]
+    ring.append(ring)
+    del ring, pieces
+    gc.collect()
+    next(session.generate_tokens("A, b, c. A, b,", draft="lookup", temp=0))
+elif how == "module":  # closed after the threads have been stopped
+    sys.modules["kept"] = pieces
+elif how == "error":
+    raise ValueError("on purpose")
+print("left")
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "cycle", "module", "error"])
+def test_python_leaves_with_a_reply_begun(how):
+    """Python 3.13 stops the other threads before it closes what is left: who waits for one then waits for ever."""
+    result = subprocess.run([sys.executable, "-c", LEAVING, MODEL, how], capture_output=True, text=True, timeout=60,
+                            env=dict(os.environ, DT_LIBRARY=library(), PYTHONPATH=os.path.join(ROOT, "python")))
+    assert (result.returncode, result.stdout) == ((1, "") if how == "error" else (0, "left\n")), result.stderr
+    assert ("on purpose" in result.stderr) if how == "error" else result.stderr == ""
+
+
 def test_python_log(deeptutor):
     lines = []
     deeptutor.set_log(lambda level, line: lines.append((level, line)))

@@ -189,6 +189,8 @@ def test_json_schema(server):
     ({"messages": user("x"), "response_format": {"type": "xml"}}, "response_format"),
     ({"messages": user("x"), "eviction": {"preset": "nonesuch"}}, "nonesuch"), ({"messages": user("x"), "eviction": 3}, "eviction"),
     ({"messages": user("x"), "eviction": {"presets": "docqa"}}, '"presets"; it takes enabled, preset'),
+    ({"messages": user("x"), "eviction": {"max_cache_size": 1}}, "max_cache_size 1 leaves no room"),
+    ({"messages": user("x"), "eviction": {"max_cache_size": 200, "min_cache_size": 900}}, "min_cache_size 900 is above"),
     ({"messages": user("x"), "eviction": {"config": {"0-99": {"policy": "no"}}}}, "policy"),
     ({"messages": user(WORDS * 100)}, "1024"),
 ])
@@ -196,6 +198,7 @@ def test_refused(server, body, word):
     status, answer, _ = server.ask("/v1/chat/completions", body)
     assert status == 400 and word in answer["error"]["message"], answer
     assert answer["error"]["type"] == "invalid_request_error" and "\n" not in answer["error"]["message"]
+    assert "--" not in answer["error"]["message"]  # clients know fields, not flags
 
 
 @pytest.mark.parametrize("raw", [
@@ -254,6 +257,32 @@ def test_turns_compute_only_what_is_new(server):
             retokenized += len(server.ask("/tokenize", {"content": reply})[1]["tokens"]) != 40
             messages.append({"role": "assistant", "content": reply.strip() if trim else reply})
         assert retokenized > 0  # else the test shows nothing
+
+
+def test_a_template_that_rewrites_history(tmp_path):
+    """Row 12: twelve turns whose replies lose their thinking when the next turn is rendered: one rewind a turn, to where the reply began,
+    named in the log, and no token before that is computed again. Without thinking nothing is."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
+                "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    model = make_tiny(str(tmp_path / "tiny.gguf"), "--ctx", "4096")
+    with serving(model, tmp_path, "--chat-template", template, "-b", "64", "--kernel", "reference") as server:
+        for reply in ("<think>hm, so what</think>Well.", "Well."):
+            grammar = 'root ::= "' + reply + '"'
+            messages, before = user(reply), os.path.getsize(server.log_path)
+            for turn in range(12):
+                answer = server.chat(messages, max_tokens=100, grammar=grammar)
+                assert text_of(answer) == reply and answer["choices"][0]["finish_reason"] == "stop"
+                usage = answer["usage"]
+                new = f"Well.<|im_end|>\n<|im_start|>user\nTurn {turn}.<|im_end|>\n<|im_start|>assistant\n"
+                computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+                n_new = len(server.ask("/tokenize", {"content": new})[1]["tokens"])
+                assert turn == 0 or computed <= n_new + 3, (turn, computed, n_new)
+                messages += [{"role": "assistant", "content": reply}, *user(f"Turn {turn}.")]
+            with open(server.log_path, "rb") as log:
+                log.seek(before)
+                rewinds = [int(at) for at in re.findall(rb"session: rewound to token (\d+) of \d+", log.read())]
+            assert len(rewinds) == (11 if "think" in reply else 0) and sorted(set(rewinds)) == rewinds, rewinds
 
 
 def test_shared_beginning(server):
@@ -470,6 +499,28 @@ def test_slow_reader(server):
     assert quick["usage"]["completion_tokens"] == 8
     slow.close()
     server.wait_idle()
+
+
+def test_slow_readers_in_a_row(server):
+    """Row 32: fifty clients, one after the other, take a byte now and then of a long answer and go: none leaves anything behind."""
+    def seconds():
+        begun = time.monotonic()
+        server.complete(prompt="quick", max_tokens=8)
+        return time.monotonic() - begun
+
+    before, first = server.metrics(), min(seconds() for _ in range(3))
+    for i in range(50):
+        slow = server.send({"prompt": f"slow {i}", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 4})
+        for _ in range(3):
+            assert slow.recv(1)
+            time.sleep(0.005)
+        slow.close()
+    after = server.wait_idle()
+    cancelled, until = 'deeptutor_requests_total{outcome="cancelled"}', time.monotonic() + 30
+    while after[cancelled] - before[cancelled] < 50 and time.monotonic() < until:
+        after = server.wait_idle()
+    assert after[cancelled] - before[cancelled] == 50 and after["deeptutor_conversations{state=\"active\"}"] == 0, after
+    assert min(seconds() for _ in range(3)) < 3 * first + 0.2
 
 
 def process_status(pid):

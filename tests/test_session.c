@@ -106,8 +106,35 @@ static void test_a_fork_needs_the_scores(void **state) {
     dt_error error;
     sync_tokens(base, f->tokens, 50);
     assert_int_equal(dt_session_fork(base, eviction, DT_EVICT_ALWAYS, &fork, &error), DT_ERR_ARGUMENT);
-    dt_eviction_free(eviction);
     dt_session_free(base);
+
+    /* one that could have had them, and whose text was read while nothing was collected: rebuilt, or new */
+    for (int rebuilt = 0; rebuilt < 2; rebuilt++) {
+        base = new_session(f, SCORED_32, DT_EVICT_ALWAYS, DT_PREFILL_FULL);
+        if (rebuilt) {
+            sync_tokens(base, f->tokens, 50);
+        }
+        dt_session *window = fork_session(f, base, WINDOW_32, DT_EVICT_ALWAYS), *back = NULL;
+        if (rebuilt) {
+            assert_int_equal(dt_session_fork(window, eviction, DT_EVICT_ALWAYS, &back, &error), DT_OK); /* base's are still there */
+            dt_session_free(back);
+        }
+        assert_int_equal(sync_tokens(window, f->tokens + 60, 50).how, rebuilt ? DT_SYNC_REBUILT : DT_SYNC_EXTENDED);
+        assert_int_equal(dt_session_check(window, &error), DT_OK);
+        assert_int_equal(dt_session_fork(window, eviction, DT_EVICT_ALWAYS, &back, &error), DT_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, "was not collected"));
+        dt_session_free(window);
+        dt_session_free(base);
+    }
+
+    /* where there is no text yet nothing is missing */
+    base = new_session(f, NULL, DT_EVICT_ALWAYS, DT_PREFILL_FULL);
+    assert_int_equal(dt_session_fork(base, eviction, DT_EVICT_ALWAYS, &fork, &error), DT_OK);
+    sync_tokens(fork, f->tokens, 50);
+    assert_int_equal(dt_session_check(fork, &error), DT_OK);
+    dt_session_free(fork);
+    dt_session_free(base);
+    dt_eviction_free(eviction);
 }
 
 typedef struct rows {

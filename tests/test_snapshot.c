@@ -123,6 +123,42 @@ static void test_scores_forget_what_is_taken_back(void **state) {
     }
 }
 
+/* The same without snapshots, as in a server, where the text that is taken back may be another's: nothing of it is left. More tokens than
+ * are read again have been observed before, so that the scores are not those of the whole text, but they are the same after any. */
+static void test_scores_begin_anew(void **state) {
+    const fixture *f = *state;
+    dt_eviction *eviction = eviction_from_json(f->model, "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 200}}");
+    for (int32_t shared = 40; shared <= 160; shared += 60) {
+        dt_session *forks[2] = {NULL};
+        for (int i = 0; i < 2; i++) {
+            const dt_session_params params = {
+                .n_threads = 1, .n_batch = 32, .kv_block_tokens = 16, .n_snapshots = -1, .eviction = eviction};
+            dt_session *other = open_session(f->model, &params);
+            dt_error error;
+            int32_t conversation[N_CTX];
+            memcpy(conversation, f->tokens, sizeof conversation);
+            sync_tokens(other, conversation, (size_t)shared);
+            for (int32_t j = shared; j < shared + 35; j++) {
+                assert_int_equal(dt_session_append(other, conversation[j + i * 100], 1.0f, NULL), DT_OK);
+            }
+            assert_int_equal(other->whole_from, 0);
+            assert_int_equal(dt_session_fork(other, eviction, DT_EVICT_ALWAYS, &forks[i], &error), DT_OK);
+            memcpy(conversation + shared, f->tokens + 300, 100 * sizeof *conversation);
+            conversation[shared] = 7;
+            const dt_sync_result r = sync_tokens(forks[i], conversation, (size_t)shared + 5);
+            assert_int_equal(r.reused_tokens, shared > DT_REPLAYED_TOKENS ? shared - DT_REPLAYED_TOKENS : 0);
+            assert_int_equal(dt_session_check(forks[i], &error), DT_OK);
+            dt_session_free(other);
+        }
+        assert_same_scores(f, forks[0], forks[1]);
+        assert_same_state(f, forks[0], forks[1]); /* over a round */
+        assert_same_scores(f, forks[0], forks[1]);
+        dt_session_free(forks[0]);
+        dt_session_free(forks[1]);
+    }
+    dt_eviction_free(eviction);
+}
+
 /* A template that writes the last reply differently, then a changed earlier question. */
 static void test_a_rewritten_turn(void **state) {
     const fixture *f = *state;
@@ -248,9 +284,13 @@ static void test_forks_are_not_limited(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_another_reply),         cmocka_unit_test(test_scores_forget_what_is_taken_back),
-        cmocka_unit_test(test_a_rewritten_turn),      cmocka_unit_test(test_none_when_none_are_wanted),
-        cmocka_unit_test(test_they_make_room),        cmocka_unit_test(test_failing_allocations),
+        cmocka_unit_test(test_another_reply),
+        cmocka_unit_test(test_scores_forget_what_is_taken_back),
+        cmocka_unit_test(test_scores_begin_anew),
+        cmocka_unit_test(test_a_rewritten_turn),
+        cmocka_unit_test(test_none_when_none_are_wanted),
+        cmocka_unit_test(test_they_make_room),
+        cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_forks_are_not_limited),
     };
     return cmocka_run_group_tests_name("snapshot", tests, setup, close_engine_fixture);

@@ -39,7 +39,7 @@ def read_row(number, text):
     row = {"line": number, "form": "openai", "id": None}
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {**row, "error": f"the row is not JSON: {error}"}
     if not isinstance(data, dict):
         return {**row, "error": "the row is not a JSON object"}
@@ -103,7 +103,10 @@ def read_done(path):
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            data = json.loads(line)
+            try:
+                data = json.loads(line)
+            except (ValueError, RecursionError):
+                data = None
             if not isinstance(data, dict) or not isinstance(data.get("line"), int):
                 raise SystemExit(f"error: {path} is there already and holds something else; name another file with -o")
             done[data["line"]] = data.get("custom_id", data.get("id"))
@@ -277,14 +280,19 @@ def main():
         import ray
     except ImportError:
         raise SystemExit("error: ray is missing; install it: pip install ray")
-    if os.path.exists(options.output) and os.path.samefile(options.input, options.output):
-        raise SystemExit("error: -o names the input; the results need a place of their own")
-    rows = list(read_rows(options.input))
-    done = read_done(options.output)
+    try:
+        if os.path.exists(options.output) and os.path.samefile(options.input, options.output):
+            raise SystemExit("error: -o names the input; the results need a place of their own")
+        rows = list(read_rows(options.input))
+        done = read_done(options.output)
+        file = open(options.output, "ab", buffering=0)
+    except OSError as error:
+        raise SystemExit(f"error: {error.filename} can't be used: {error.strerror}")
     for row in rows:
         if row["line"] in done and done[row["line"]] != row["id"]:
             raise SystemExit(f"error: {options.output} holds the results of another input: its line for row {row['line']} has another id")
     todo = [row for row in rows if row["line"] not in done]
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would have workers give way to everything else on the machine
     ray.init(address=options.address, log_to_driver=not options.quiet, include_dashboard=False,
              runtime_env={"env_vars": {k: os.environ[k] for k in ("DT_LIBRARY", "PYTHONPATH") if k in os.environ}})
     workers = options.workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // options.threads)
@@ -296,7 +304,7 @@ def main():
     actor = ray.remote(num_cpus=options.threads, max_restarts=-1, max_task_retries=-1)(Engine)
     begun = time.monotonic()
     engines = [actor.remote(os.path.abspath(options.model), settings) for _ in range(min(workers, max(1, len(todo))))]
-    with open(options.output, "ab", buffering=0) as file:
+    with file:
         n = run_rows(todo, engines, file, len(todo), options.quiet)
     if not options.quiet:
         print(f"{n} rows done by {len(engines)} workers in {time.monotonic() - begun:.1f} s, {len(done)} done before", file=sys.stderr)

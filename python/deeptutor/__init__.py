@@ -10,11 +10,13 @@
 A session keeps what was computed: a prompt that goes on from the one before costs only what is new. Errors are `Error`, with the
 library's own sentence. A session is used by one thread at a time; a model may be shared.
 """
+import atexit
 import codecs
 import ctypes
 import json
 import os
 import threading
+import weakref
 
 from ._library import (Error, call, dt_chat_message, dt_model_params, dt_sampler_params, dt_session_params, dt_session_stats,
                        dt_sync_result, lib, log_fn, token_fn)
@@ -23,6 +25,7 @@ __all__ = ["Draft", "Error", "Model", "Session", "set_log"]
 _KV_TYPES = {"f16": 0, "int8": 1}
 _PREFILLS = {"full": 0, "streaming": 1}
 _SYNCS = ("nothing", "extended", "rewound", "rebuilt")
+_drafted = weakref.WeakSet()  # replies under way in threads
 _log = None  # the callback must outlive the library's use of it
 
 
@@ -131,6 +134,57 @@ class Draft:
             self._handle = None
 
 
+class _DraftedReply:
+    """The library's own loop, which calls back for every token, so it runs in a thread, which waits while the caller has the token: the
+    session is still used by one at a time."""
+
+    def __init__(self, session, sampler, draft, n_predict):
+        self._arguments = (session, sampler, draft, n_predict)  # what the thread uses outlives it
+        self._wanted, self._ready = threading.Semaphore(0), threading.Semaphore(0)
+        self._token, self._stopped, self._error = None, False, None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+        _drafted.add(self)
+
+    def _take(self, token, _):
+        self._token = token
+        self._ready.release()
+        self._wanted.acquire()
+        return not self._stopped
+
+    def _work(self):
+        session, sampler, draft, n_predict = self._arguments
+        self._wanted.acquire()
+        try:
+            if not self._stopped:
+                call("dt_generate_drafted", session._handle, sampler.handle, draft._handle, n_predict, token_fn(self._take), None, None)
+        except Error as error:
+            self._error = error
+        self._token = None
+        self._ready.release()
+
+    def next(self):
+        """None at the end."""
+        self._wanted.release()
+        self._ready.acquire()
+        if self._error:
+            raise self._error
+        return self._token
+
+    def stop(self):
+        self._stopped = True
+        self._wanted.release()
+        if self._thread is not threading.current_thread():  # where the collector of garbage found the generator
+            self._thread.join()
+
+
+@atexit.register
+def _stop_drafted():
+    """While threads still run: a generator that the program leaves behind is closed when they don't any more, and would wait for ever."""
+    for reply in list(_drafted):
+        reply.stop()
+
+
 class Session:
     """One conversation with its KV cache.
 
@@ -196,7 +250,12 @@ class Session:
             call("dt_sampler_accept", sampler.handle, token, False)
         self.sync(tokens)
         if draft is not None:
-            yield from self._generate_drafted(sampler, Draft() if draft == "lookup" else draft, n_predict)
+            reply = _DraftedReply(self, sampler, Draft() if draft == "lookup" else draft, n_predict)
+            try:
+                while (token := reply.next()) is not None:
+                    yield token
+            finally:  # also where the caller stops early
+                reply.stop()
             return
         token, probability, n = ctypes.c_int32(), ctypes.c_float(), 0
         while n_predict < 0 or n < n_predict:
@@ -211,44 +270,6 @@ class Session:
             if n == n_predict or stats["n_tokens"] >= stats["n_ctx"]:
                 return  # the last token is not computed, as in dt_generate
             call("dt_session_append", self._handle, token.value, probability.value)
-
-    def _generate_drafted(self, sampler, draft, n_predict):
-        """The library's own loop calls back for every token, so it runs in a thread, which waits while the caller has the token: the
-        session is still used by one at a time."""
-        wanted, ready = threading.Semaphore(0), threading.Semaphore(0)
-        state = {"token": None, "stop": False, "error": None}
-
-        def take(token, _):
-            state["token"] = token
-            ready.release()
-            wanted.acquire()
-            return not state["stop"]
-
-        def work():
-            wanted.acquire()
-            try:
-                if not state["stop"]:
-                    call("dt_generate_drafted", self._handle, sampler.handle, draft._handle, n_predict, token_fn(take), None, None)
-            except Error as error:
-                state["error"] = error
-            state["token"] = None
-            ready.release()
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            while True:
-                wanted.release()
-                ready.acquire()
-                if state["token"] is None:
-                    break
-                yield state["token"]
-        finally:  # also where the caller stops early
-            state["stop"] = True
-            wanted.release()
-            thread.join()
-        if state["error"]:
-            raise state["error"]
 
     def generate(self, prompt, n_predict=-1, draft=None, **sampling):
         """generate_tokens as text, in whole characters."""

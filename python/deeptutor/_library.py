@@ -63,7 +63,7 @@ class dt_session_stats(Structure):
                 ("prefill_tokens", c_int64),
                 ("decode_tokens", c_int64), ("eviction_rounds", c_int64), ("evicted_tokens", c_int64), ("prefill_ms", c_double),
                 ("decode_ms", c_double), ("eviction_ms", c_double), ("attention_ms", c_double), ("draft_proposed", c_int64),
-                ("draft_accepted", c_int64)]
+                ("draft_accepted", c_int64), ("draft_prefill_tokens", c_int64), ("draft_prefill_ms", c_double)]
 
 
 class dt_generate_result(Structure):

@@ -30,6 +30,12 @@ dt_status dt_fail_memory(dt_error *error, size_t bytes, const char *what);
  * ends behind it go. */
 void dt_format_line(char *out, size_t capacity, const char *format, va_list arguments) DT_PRINTF(3, 0);
 
+/* "12.3 MiB"; below 1 MiB "12.3 KiB", below 1 KiB "30 bytes". */
+typedef struct dt_size {
+    char text[24];
+} dt_size;
+dt_size dt_size_of(uint64_t bytes);
+
 void dt_log(dt_log_level level, const char *format, ...) DT_PRINTF(2, 3);
 
 /* Counted allocator. Thread-safe. */

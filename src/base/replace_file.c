@@ -244,12 +244,12 @@ static dt_status check_room(const dt_replace_file *file, const char *path, uint6
     struct statvfs disk;
     struct rlimit limit;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && n_bytes > (uint64_t)limit.rlim_cur) {
-        return dt_fail(error, DT_ERR_IO, "%s can't be written: it would take about %.1f MiB, more than this process may write",
-                       path, (double)n_bytes / 1048576.0);
+        return dt_fail(error, DT_ERR_IO, "%s can't be written: it would take about %s, more than this process may write", path,
+                       dt_size_of(n_bytes).text);
     }
     if (fstatvfs(file->descriptor, &disk) == 0 && n_bytes > (uint64_t)disk.f_bavail * disk.f_frsize) {
-        return dt_fail(error, DT_ERR_IO, "%s can't be written: it would take about %.1f MiB, and its disk has %.1f MiB left", path,
-                       (double)n_bytes / 1048576.0, (double)disk.f_bavail * (double)disk.f_frsize / 1048576.0);
+        return dt_fail(error, DT_ERR_IO, "%s can't be written: it would take about %s, and its disk has %s left", path,
+                       dt_size_of(n_bytes).text, dt_size_of((uint64_t)disk.f_bavail * disk.f_frsize).text);
     }
     return DT_OK;
 }

@@ -24,6 +24,18 @@ const char *dt_status_name(dt_status status) {
     return "DT_ERR_INTERNAL";
 }
 
+dt_size dt_size_of(uint64_t bytes) {
+    dt_size size;
+    if (bytes < 1024) {
+        snprintf(size.text, sizeof size.text, "%d bytes", (int)bytes);
+    } else if (bytes < 1u << 20) {
+        snprintf(size.text, sizeof size.text, "%.1f KiB", (double)bytes / 1024);
+    } else {
+        snprintf(size.text, sizeof size.text, "%.1f MiB", (double)bytes / 1048576);
+    }
+    return size;
+}
+
 void dt_free(void *memory) { free(memory); }
 
 void dt_format_line(char *out, size_t capacity, const char *format, va_list arguments) {

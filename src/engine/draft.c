@@ -26,6 +26,9 @@ struct dt_draft {
     dt_lookup lookup;
     dt_session *session; /* the draft model's; NULL for lookup */
     dt_sampler *greedy;
+    int32_t n_given;     /* tokens before the reply, while they have not been read; else 0 */
+    int64_t read_tokens; /* of those, since the last dt_draft_take_reading; and the time that took */
+    double read_ms;
 };
 
 dt_status dt_draft_from_function(dt_draft_fn fn, void *user, int32_t max_tokens, bool adaptive, dt_draft **out, dt_error *error) {
@@ -71,6 +74,20 @@ dt_status dt_draft_from_lookup(int32_t max_tokens, dt_draft **out, dt_error *err
 
 /* ---- a smaller model ---- */
 
+/* Reads the text that the reply follows, apart from what was generated since, so that each is counted where it belongs. */
+static dt_status read_given(dt_draft *draft, const int32_t *context, int32_t n, dt_error *error) {
+    const int32_t n_given = draft->n_given;
+    draft->n_given = 0;
+    if (n_given <= 0 || n_given > n) {
+        return DT_OK;
+    }
+    dt_sync_result read = {0};
+    const dt_status status = dt_session_sync(draft->session, context, (size_t)n_given, NULL, NULL, &read, error);
+    draft->read_tokens += read.computed_tokens;
+    draft->read_ms += read.prefill_ms;
+    return status;
+}
+
 static dt_status ask_model(void *user, const int32_t *context, int32_t n, int32_t most, int32_t *out, int32_t *out_n,
                            dt_error *error) {
     dt_draft *draft = user;
@@ -78,7 +95,8 @@ static dt_status ask_model(void *user, const int32_t *context, int32_t n, int32_
     if (n + most > s->max_tokens) {
         return DT_OK; /* the draft model's context is full */
     }
-    dt_status status = dt_session_sync(s, context, (size_t)n, NULL, NULL, NULL, error);
+    dt_status status = read_given(draft, context, n, error);
+    status = status == DT_OK ? dt_session_sync(s, context, (size_t)n, NULL, NULL, NULL, error) : status;
     while (status == DT_OK && *out_n < most) {
         float probability;
         status = dt_sampler_sample(draft->greedy, dt_session_logits(s), &out[*out_n], &probability, error);
@@ -121,6 +139,15 @@ dt_status dt_draft_from_model(const dt_model *target, const dt_model *model, con
 }
 
 /* ---- how often, and how long ---- */
+
+void dt_draft_begin(dt_draft *draft, int32_t n_given) { draft->n_given = n_given; }
+
+void dt_draft_take_reading(dt_draft *draft, int64_t *out_n_tokens, double *out_ms) {
+    *out_n_tokens = draft->read_tokens;
+    *out_ms = draft->read_ms;
+    draft->read_tokens = 0;
+    draft->read_ms = 0;
+}
 
 dt_status dt_draft_propose(dt_draft *draft, const int32_t *context, int32_t n, int32_t most, int32_t *out, int32_t *out_n,
                            dt_error *error) {

@@ -243,12 +243,12 @@ static dt_status override_layer(int32_t layer, int32_t max, int32_t min, dt_evic
     if (budget->min_cache_size > least) {
         return dt_fail(
             error, DT_ERR_CONFIG,
-            "--min-cache-size %d is above the max_cache_size %d of layer %d; give a smaller one, or a larger --max-cache-size",
+            "min_cache_size %d is above the max_cache_size %d of layer %d; give a smaller one, or a larger max_cache_size",
             budget->min_cache_size, least, layer);
     }
     if (!dt_eviction_has_room(request)) {
         return dt_fail(error, DT_ERR_CONFIG,
-                       "--max-cache-size %d leaves no room in layer %d beside sink_tokens %d and recent_window %d; give at least "
+                       "max_cache_size %d leaves no room in layer %d beside sink_tokens %d and recent_window %d; give at least "
                        "%" PRId64,
                        budget->max_cache_size, layer, budget->sink_tokens, budget->recent_window, dt_eviction_least_size(request));
     }
@@ -286,7 +286,7 @@ int64_t dt_eviction_least_total(const dt_budget *budgets, int32_t n_layers) {
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error) {
     if (max_cache_size < 0 || min_cache_size < -1) {
         return dt_fail(error, DT_ERR_CONFIG, "%s must not be negative, but is %d",
-                       max_cache_size < 0 ? "--max-cache-size" : "--min-cache-size",
+                       max_cache_size < 0 ? "max_cache_size" : "min_cache_size",
                        max_cache_size < 0 ? max_cache_size : min_cache_size);
     }
     const size_t n = (size_t)eviction->n_layers;
@@ -317,8 +317,8 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
     if (status == DT_OK && shared && least > total) {
         status = dt_fail(error, DT_ERR_CONFIG,
                          "a budget of %" PRId64 " tokens over all layers is less than the %" PRId64
-                         " that sinks, recent windows and min_cache_size keep; give a larger --max-cache-size or a smaller "
-                         "--min-cache-size",
+                         " that sinks, recent windows and min_cache_size keep; give a larger max_cache_size or a smaller "
+                         "min_cache_size",
                          total, least);
     }
     if (status != DT_OK) {
@@ -331,7 +331,7 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
     eviction->total_cache_size = (int32_t)total;
     if (min_cache_size == 0) {
         dt_log(DT_LOG_WARN,
-               "TLC: --min-cache-size 0: nothing keeps later budgets from emptying a layer but its sinks and recent window");
+               "TLC: min_cache_size 0: nothing keeps later budgets from emptying a layer but its sinks and recent window");
     }
     free(eviction->requests);
     free(eviction->budgets);
@@ -342,7 +342,7 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
 
 dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_error *error) {
     if (n < 0 || n > DT_MAX_MEMORY_SLOTS) {
-        return dt_fail(error, DT_ERR_CONFIG, "--memory-slots must be between 0 and %d, but is %d", DT_MAX_MEMORY_SLOTS, n);
+        return dt_fail(error, DT_ERR_CONFIG, "memory_slots must be between 0 and %d, but is %d", DT_MAX_MEMORY_SLOTS, n);
     }
     for (int32_t i = 0; i < eviction->n_layers; i++) {
         dt_budget *budget = &eviction->budgets[i];

@@ -78,7 +78,12 @@ static dt_status guess(generation *g, dt_draft *draft, int64_t room, int32_t bat
             n = dt_token_is_end(dt_session_model(s), batch[1 + i]) ? i + 1 : n;
         }
         *out_n = 1 + n;
-        s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0;
+        int64_t n_read;
+        double read_ms;
+        dt_draft_take_reading(draft, &n_read, &read_ms);
+        s->stats.draft_prefill_tokens += n_read;
+        s->stats.draft_prefill_ms += read_ms;
+        s->stats.decode_ms += (double)(dt_clock_us() - start) / 1000.0 - read_ms;
     }
     return status;
 }
@@ -127,6 +132,9 @@ dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft
                     .user = user,
                     .result = result,
                     .error = error};
+    if (draft != NULL) {
+        dt_draft_begin(draft, session->n_tokens);
+    }
     dt_status status = take(&g, dt_session_logits(session));
     while (status == DT_OK && !g.done) {
         const int64_t room = (int64_t)session->max_tokens - session->n_tokens;

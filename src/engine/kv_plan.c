@@ -14,7 +14,6 @@
 
 #define LEAST_CHUNK 32
 #define BUDGET_STEPS 256 /* budgets between the least and the full one that are tried */
-#define MIB 1048576.0
 
 bool dt_kv_plan_is_elsewhere(const dt_model *model, const dt_session_params *params, int32_t layer) {
     return model->decoder->layer_device[layer] > 0 || dt_kernel_is_ggml(params->kernel);
@@ -176,10 +175,10 @@ static void log_budgets(const plan *p) {
 }
 
 static void log_plan(const plan *p, const dt_session_params *asked, uint64_t full_bytes) {
-    const double most = (double)DT_MIN(p->bytes, p->params->kv_memory > 0 ? p->params->kv_memory : UINT64_MAX) / MIB;
+    const uint64_t most = DT_MIN(p->bytes, p->params->kv_memory > 0 ? p->params->kv_memory : UINT64_MAX);
     const bool of_many = p->params->group != NULL && p->params->kv_memory == 0; /* a line for each would hide the others */
-    dt_log(of_many ? DT_LOG_DEBUG : DT_LOG_INFO, "KV memory: at most %.1f MiB; %d tokens with nothing evicted: %.1f MiB", most,
-           expected_tokens(p->params), (double)full_bytes / MIB);
+    dt_log(of_many ? DT_LOG_DEBUG : DT_LOG_INFO, "KV memory: at most %s; %d tokens with nothing evicted: %s", dt_size_of(most).text,
+           expected_tokens(p->params), dt_size_of(full_bytes).text);
     if (p->params->prefill != asked->prefill) {
         dt_log(DT_LOG_INFO, "KV memory: prefill streaming instead of full");
     }
@@ -195,8 +194,8 @@ static void log_plan(const plan *p, const dt_session_params *asked, uint64_t ful
 static dt_status refuse(const plan *p, bool evicts, dt_error *error) {
     const unsigned long long kib = (unsigned long long)(p->bytes + 1023) / 1024; /* weighed last: the most frugal settings */
     return dt_fail(error, DT_ERR_LIMIT,
-                   "%.1f MiB are too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
-                   (double)p->params->kv_memory / MIB, expected_tokens(p->params), kib,
+                   "%s are too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
+                   dt_size_of(p->params->kv_memory).text, expected_tokens(p->params), kib,
                    evicts ? "; a smaller min_cache_size needs less" : "; with --cache-eviction less is enough");
 }
 

@@ -706,12 +706,19 @@ static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *resu
         return DT_OK;
     }
     if (position < s->n_tokens) {
+        /* What is taken back may be another's text (a server's conversations share beginnings), and has given attention: scores begin
+         * anew, with that of the last tokens that stay. */
+        const bool scored = dt_kv_has_masses(s->kv);
+        position = scored ? DT_MAX(s->whole_from, position - DT_REPLAYED_TOKENS) : position;
         dt_status status;
         do {
             status = dt_kv_truncate(s->kv, position - dt_session_shift(s), error);
         } while (dt_session_makes_room(s, status, error));
         if (status != DT_OK) {
             return status;
+        }
+        if (scored) {
+            dt_kv_forget_masses(s->kv);
         }
         s->n_tokens = position;
         s->logits = NULL;

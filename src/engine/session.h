@@ -7,6 +7,8 @@
 #include "engine/group.h"
 #include "engine/eviction_config.h"
 
+/* Tokens that are rather computed again than left with the scores of a text that was taken back. */
+#define DT_REPLAYED_TOKENS 64
 /* Tokens that reconstruct repeats at a time, at most. */
 #define DT_REPEAT_CHUNK 512
 

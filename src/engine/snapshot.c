@@ -5,9 +5,9 @@
  * has a template that rewrites the last turn goes back to it instead of reading everything again. It shares its blocks with the
  * live cache until a side changes them, so it costs little until the next round, and at most what the cache itself takes.
  *
- * Where the tokens are still there they can be cut off instead, but the attention that they gave to older ones stays in those scores
- * and fades only with what is read next. So a snapshot is gone back to also then, when few tokens follow it: the session is then what
- * one is that never went further.
+ * Where the tokens are still there they can be cut off instead, but what attention they gave to older ones is part of those scores. So
+ * a snapshot is gone back to also then, when few tokens follow it: the session is then what one is that never went further. Without
+ * one the scores begin anew (session.c, rewind_to).
  *
  * Invariants: a snapshot's tokens are the first ones of the session's. Snapshots never make the cache's memory exceed what the
  * session was said to take at most: while there are any the allocator's limit is that, and the oldest goes when an allocation
@@ -17,8 +17,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-
-#define REPLAYED_TOKENS 64 /* that are rather computed again than left with the scores of a text that was taken back */
 
 static void snapshot_free(dt_snapshot *snapshot) {
     dt_kv_free(snapshot->kv);
@@ -104,7 +102,7 @@ static int32_t nearest(const dt_session *s, int32_t n_tokens) {
     while (i >= 0 && s->snapshots[i].n_tokens > n_tokens) {
         i--;
     }
-    return i >= 0 && n_tokens - s->snapshots[i].n_tokens <= REPLAYED_TOKENS ? i : -1;
+    return i >= 0 && n_tokens - s->snapshots[i].n_tokens <= DT_REPLAYED_TOKENS ? i : -1;
 }
 
 bool dt_snapshot_is_near(const dt_session *s, int32_t n_tokens) { return nearest(s, n_tokens) >= 0; }

@@ -9,7 +9,6 @@
 #include <string.h>
 
 #define ALLOC_SLACK 1024 /* what a device may want beyond a tensor's bytes */
-#define MIB 1048576.0
 
 static atomic_llong last_generation;
 
@@ -122,14 +121,13 @@ void dt_device_reset_pending(dt_device_layer *layer) {
 
 static dt_status fail_room(const dt_device_cache *cache, const dt_device_layer *layer, size_t bytes, dt_error *error) {
     if (cache->memory->limit > 0) {
-        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %.1f MiB is reached (--kv-memory)",
-                       (double)cache->memory->limit / MIB);
+        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %s is reached (--kv-memory)",
+                       dt_size_of(cache->memory->limit).text);
     }
-    return dt_fail(
-        error, DT_ERR_MEMORY,
-        "the device %s has no %.1f MiB left for the KV cache; use --cache-eviction, --kv-type int8, a shorter context (-c) or "
-        "fewer layers on it (-ngl)",
-        dt_device_name(cache->decoder->devices[layer->device]), (double)bytes / MIB);
+    return dt_fail(error, DT_ERR_MEMORY,
+                   "the device %s has no %s left for the KV cache; use --cache-eviction, --kv-type int8, a shorter context (-c) or "
+                   "fewer layers on it (-ngl)",
+                   dt_device_name(cache->decoder->devices[layer->device]), dt_size_of(bytes).text);
 }
 
 /* Gives a layer another capacity; its rows up to the smaller one stay. Nothing may be pending. */

@@ -297,6 +297,20 @@ static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * LANE_B
 
 static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
 
+/* The rows that an empty layer will have are those that its budget needs. */
+static void take_rows(dt_kv_layer_state *layer) {
+    layer->has_mass = dt_budget_needs_mass(&layer->params.budget);
+    layer->has_peak = policy_needs_peak(&layer->params.budget);
+}
+
+static bool layer_is_empty(const dt_kv *kv, int32_t layer) {
+    bool empty = true;
+    for (int32_t j = 0; j < kv->layers[layer].params.n_lanes; j++) {
+        empty = empty && kv->layers[layer].lanes[j].arrays == NULL;
+    }
+    return empty;
+}
+
 /* The list of lanes is copied beside the layer's lanes. */
 static void take_budget(dt_kv *kv, int32_t layer, const dt_budget *budget) {
     dt_kv_layer_params *params = &kv->layers[layer].params;
@@ -347,11 +361,12 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
 
 void dt_kv_clear(dt_kv *kv) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        const dt_kv_layer_state *layer = &kv->layers[i];
+        dt_kv_layer_state *layer = &kv->layers[i];
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             lane_cut(kv, layer, &layer->lanes[j], 0);
             lane_free_arrays(kv, layer, &layer->lanes[j]);
         }
+        take_rows(layer); /* what an earlier budget had is gone */
     }
     spare_free(kv);
     if (kv->home != NULL) {
@@ -451,7 +466,8 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
 dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_cache_size, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const bool lacks_mass = dt_budget_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
-        if (lacks_mass || (policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak)) {
+        const bool lacks_peak = policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak;
+        if ((lacks_mass || lacks_peak) && !layer_is_empty(kv, i)) {
             const bool for_slots = !budgets[i].policy->needs_mass && lacks_mass;
             return dt_fail(error, DT_ERR_ARGUMENT,
                            "%s%s needs to know the attention that layer %d's tokens got, and it was not collected there",
@@ -460,6 +476,9 @@ dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_c
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         take_budget(kv, i, &budgets[i]);
+        if (layer_is_empty(kv, i)) { /* nothing was collected, and nothing is missing */
+            take_rows(&kv->layers[i]);
+        }
     }
     kv->total_cache_size = total_cache_size;
     return DT_OK;
@@ -534,15 +553,14 @@ static void undo_reserve(dt_kv *kv) {
 /* No room for more tokens: the machine has none, or what was promised is used up. */
 static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, dt_error *error) {
     if (kv->memory->limit > 0) {
-        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %.1f MiB is reached after %d tokens (--kv-memory)",
-                       (double)kv->memory->limit / 1048576.0, kv->next_position);
+        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %s is reached after %d tokens (--kv-memory)",
+                       dt_size_of(kv->memory->limit).text, kv->next_position);
     }
     if (kv->memory->parent != NULL && kv->memory->parent->limit > 0) {
-        return dt_fail(
-            error, DT_ERR_MEMORY,
-            "the limit of %.1f MiB for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
-            "others end, or raise it",
-            (double)kv->memory->parent->limit / 1048576.0, kv->next_position);
+        return dt_fail(error, DT_ERR_MEMORY,
+                       "the limit of %s for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
+                       "others end, or raise it",
+                       dt_size_of(kv->memory->parent->limit).text, kv->next_position);
     }
     return dt_fail_memory(error, block_bytes(layer), "the KV cache");
 }
@@ -828,6 +846,34 @@ int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index, int64_t shared_room) {
 }
 
 bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more) { return n_more > dt_kv_room(kv, layer, dt_kv_shared_room(kv)); }
+
+bool dt_kv_has_masses(const dt_kv *kv) {
+    bool any = false;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; layer->has_mass && j < layer->params.n_lanes; j++) {
+            const dt_kv_lane_state *lane = &layer->lanes[j];
+            for (int32_t entry = 0; !any && entry < lane->n_entries; entry++) {
+                any = lane->recent_mass[entry] > 0 || lane->total_mass[entry] > 0;
+            }
+        }
+    }
+    return any;
+}
+
+void dt_kv_forget_masses(dt_kv *kv) {
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        const dt_kv_layer_state *layer = &kv->layers[i];
+        for (int32_t j = 0; layer->has_mass && j < layer->params.n_lanes; j++) {
+            dt_kv_lane_state *lane = &layer->lanes[j];
+            for (int32_t entry = 0; entry < lane->n_entries; entry++) {
+                if (!dt_is_slot(entry_position(&layer->params.format, lane, entry))) {
+                    lane->recent_mass[entry] = lane->total_mass[entry] = 0;
+                }
+            }
+        }
+    }
+}
 
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
     return kv->layers[layer].has_mass && dt_budget_needs_mass(&kv->layers[layer].params.budget);

@@ -213,6 +213,9 @@ dt_status dt_kv_close_up(dt_kv *kv, int32_t limit, dt_error *error);
 /* By how much it has fallen since the cache was empty: the next token's index is its position + shift. */
 int32_t dt_kv_shift(const dt_kv *kv);
 
+/* Whether any entry has attention mass, and takes it from all but memory slots, as if none had been observed. */
+bool dt_kv_has_masses(const dt_kv *kv);
+void dt_kv_forget_masses(dt_kv *kv);
 /* True when the layer's policy needs attention mass, and entries have room for it. */
 bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer);
 bool dt_kv_layer_needs_peak(const dt_kv *kv, int32_t layer);
