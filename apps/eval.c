@@ -41,12 +41,14 @@ static const dt_option common_rows[] = {
      "with --policy: the same for every layer, or one sum shared out by the scores (equal)"},
     {"--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0,
      "kld, needle: compare the settings of this file instead, on one reading: a JSON list of {\"name\", \"evict\", and \"config\" "
-     "(an eviction config) or \"preset\"}"},
+     "(an eviction config) or \"preset\"; and \"quote\" where it differs}"},
     {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
 };
 static const dt_option kld_rows[] = {
     {"--continuation", "N", DT_OPTION_INT, AT(n_continuation), 1, 1 << 20, "tokens compared after the context (256)"},
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
+    {"--quote", "X", DT_OPTION_NUMBER, AT(quote), 0, 1,
+     "what follows the context is a passage of it again, from this depth on (the text goes on)"},
 };
 static const dt_option needle_rows[] = {
     {"--samples", "N", DT_OPTION_INT, AT(n_samples), 1, 4096, "texts with needles (20)"},
@@ -164,7 +166,7 @@ dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error) {
     dt_session_params params;
     session_params(e, &params);
     params.prefill = DT_PREFILL_FULL;
-    params.eviction = e->observer != NULL ? e->observer : e->settings[0].eviction;
+    params.eviction = e->observed;
     params.evict = DT_EVICT_HELD;
     return dt_session_new(e->model, &params, out, error);
 }
@@ -359,6 +361,7 @@ static eval_options default_options(const command *c) {
                       .n_times = 10,
                       .depth_low = 0.1,
                       .depth_high = 0.9,
+                      .quote = -1,
                       .seed = 1};
     dt_shared_options_init(&o.shared);
     return o;

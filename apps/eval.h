@@ -18,8 +18,8 @@ typedef struct eval_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
     const char *file, *json, *policy, *kept, *settings, *input, *chat_template;
     int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict, n_times;
-    int64_t evict, question, form, score, budget; /* choices */
-    double depth_low, depth_high;
+    int64_t evict, question, form, score, budget;                          /* choices */
+    double depth_low, depth_high, quote;                                   /* quote below 0: not given */
     double min_exact, min_rouge, min_agreement, min_speedup, max_kv_share; /* below 0: not given */
     int64_t seed;
     bool skip_long;
@@ -30,7 +30,8 @@ typedef struct eval_setting {
     double kept; /* share of the context; 0 = as the flags or the file say */
     dt_eviction *eviction;
     dt_evict evict;
-    char *name; /* in a file of settings; else NULL */
+    double quote; /* kld: a passage from this depth of the context is what follows; below 0: the text itself */
+    char *name;   /* in a file of settings; else NULL */
 } eval_setting;
 
 typedef struct eval {
@@ -42,9 +43,10 @@ typedef struct eval {
     json_t *rows; /* ab: the lines of the input, {"line", "row"} */
     eval_setting settings[EVAL_MAX_SETTINGS];
     size_t n_settings;
-    dt_eviction *observer; /* NULL, or what the base session collects attention for where settings[0] needs none */
-    json_t *result;        /* what --json writes */
-    bool rejected;         /* a threshold was missed */
+    const dt_eviction *observed; /* what the base session collects attention for: a setting's, or */
+    dt_eviction *observer;       /* one made for that; NULL = none */
+    json_t *result;              /* what --json writes */
+    bool rejected;               /* a threshold was missed */
 } eval;
 
 /* This project's pages, which calibrate learns from where no text is given (cmake/dt_text.cmake). */
@@ -58,10 +60,8 @@ dt_status eval_calibrate(eval *e, dt_error *error);
 dt_status eval_long(eval *e, dt_error *error);
 dt_status eval_ab(eval *e, dt_error *error);
 
-/* The settings that flags, or the file of --settings, ask for; and, for that file, the observer. Needs the model. */
+/* The settings that flags, or the file of --settings, ask for, and what is observed for them. Needs the model. */
 dt_status eval_make_settings(eval *e, dt_error *error);
-/* Sets observer to one that collects what any policy's scores need. */
-dt_status eval_observe_all(eval *e, dt_error *error);
 /* Reads and checks the lines of ab's input; needs no model. */
 dt_status eval_ab_read(eval *e, dt_error *error);
 

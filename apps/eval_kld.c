@@ -2,11 +2,13 @@
  * deeptutor-eval kld: how far the next-token distributions after eviction are from those of the full cache.
  *
  * A chunk of the text is read as context; then its continuation is fed token by token to the full cache and to a fork of it under
- * each setting. After every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token
+ * each setting; or, of settings that quote, a passage of the context is fed again, which only a cache that still has it can go on
+ * with. After every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token
  * likeliest, and the negative log likelihood that each gives to the token that follows. Means are over tokens, then over chunks;
  * the standard error is that of the mean over chunks.
  */
 #include "eval_map.h"
+#include "run.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -18,8 +20,8 @@ typedef struct chunk_sums {
 
 typedef struct comparison {
     size_t n_vocab, n;
-    const int32_t *next; /* the token that follows each of the fed ones */
-    float *full;         /* [n][n_vocab] log probabilities */
+    const int32_t *fed; /* [n + 1]: each, and the token that follows it */
+    float *full;        /* [n][n_vocab] log probabilities */
     chunk_sums *sums;
 } comparison;
 
@@ -58,13 +60,12 @@ static bool compare(size_t i, const float *logits, void *user) {
     }
     c->sums->kld += kld;
     c->sums->same += best == best_full ? 1 : 0;
-    c->sums->nll -= (double)evicted[c->next[i]];
-    c->sums->nll_full -= (double)full[c->next[i]];
+    c->sums->nll -= (double)evicted[c->fed[i + 1]];
+    c->sums->nll_full -= (double)full[c->fed[i + 1]];
     return true;
 }
 
-static dt_status measure_setting(eval *e, const dt_session *base, size_t setting, const int32_t *fed, comparison *c, eval_map *map,
-                                 dt_error *error) {
+static dt_status measure_setting(eval *e, const dt_session *base, size_t setting, comparison *c, eval_map *map, dt_error *error) {
     dt_session *evicted = NULL;
     dt_status status = eval_evicted_session(e, base, &e->settings[setting], &evicted, error);
     if (status == DT_OK) {
@@ -72,7 +73,7 @@ static dt_status measure_setting(eval *e, const dt_session *base, size_t setting
         status = eval_map_add(map, setting, base, evicted, error);
     }
     if (status == DT_OK) {
-        status = dt_session_score(evicted, fed, c->n, compare, c, error);
+        status = dt_session_score(evicted, c->fed, c->n, compare, c, error);
     }
     dt_session_free(evicted);
     const double n = (double)c->n;
@@ -86,30 +87,54 @@ static bool on_prefill(int64_t done, int64_t total, void *user) {
     return eval_progress(((int64_t *)user)[0], ((int64_t *)user)[1], NULL);
 }
 
+/* The settings that quote from one depth, or that do not quote (below 0), against one pass of the full cache. */
+static dt_status measure_settings(eval *e, const dt_session *base, double quote, const int32_t *fed, float *full, chunk_sums *sums,
+                                  eval_map *map, dt_error *error) {
+    dt_session *reference = NULL;
+    comparison c = {
+        .n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab, .n = (size_t)e->options->n_continuation, .fed = fed, .full = full};
+    dt_status status = dt_session_fork(base, NULL, DT_EVICT_ALWAYS, &reference, error);
+    if (status == DT_OK) {
+        status = dt_session_score(reference, fed, c.n, keep_full, &c, error);
+    }
+    dt_session_free(reference);
+    for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
+        if (e->settings[i].quote == quote) {
+            c.sums = &sums[i];
+            status = measure_setting(e, base, i, &c, map, error);
+        }
+        if (status == DT_OK && dt_interrupted) {
+            status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
+        }
+    }
+    return status;
+}
+
+/* Whether an earlier setting quotes from there too. */
+static bool is_measured(const eval *e, size_t setting) {
+    bool any = false;
+    for (size_t i = 0; i < setting; i++) {
+        any = any || e->settings[i].quote == e->settings[setting].quote;
+    }
+    return any;
+}
+
 /* sums: [n_settings]. A chunk is n_context + n_continuation + 1 tokens. */
 static dt_status measure_chunk(eval *e, size_t index, float *full, chunk_sums *sums, eval_map *map, dt_error *error) {
     const eval_options *o = e->options;
     const size_t n_context = (size_t)o->n_context, n = (size_t)o->n_continuation;
     const int32_t *text = e->text + index * (n_context + n + 1);
     int64_t progress[] = {(int64_t)index, o->n_chunks};
-    dt_session *base = NULL, *reference = NULL;
-    comparison c = {.n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab, .n = n, .next = text + n_context + 1, .full = full};
+    dt_session *base = NULL;
     dt_status status = eval_base_session(e, &base, error);
     if (status == DT_OK) {
         status = dt_session_sync(base, text, n_context, on_prefill, progress, NULL, error);
     }
-    if (status == DT_OK) {
-        status = dt_session_fork(base, NULL, DT_EVICT_ALWAYS, &reference, error);
-    }
-    if (status == DT_OK) {
-        status = dt_session_score(reference, text + n_context, n, keep_full, &c, error);
-    }
-    dt_session_free(reference);
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
-        c.sums = &sums[i];
-        status = measure_setting(e, base, i, text + n_context, &c, map, error);
-        if (status == DT_OK && !eval_progress((int64_t)index, o->n_chunks, NULL)) {
-            status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
+        const double quote = e->settings[i].quote;
+        const int32_t *fed = text + (quote < 0 ? n_context : (size_t)(quote * (double)(n_context - n - 1)));
+        if (!is_measured(e, i)) {
+            status = measure_settings(e, base, quote, fed, full, sums, map, error);
         }
     }
     dt_session_free(base);
@@ -162,7 +187,9 @@ static dt_status observe_windows(eval *e, dt_error *error) {
     if (e->options->policy == NULL || strcmp(e->options->policy, "local_window") != 0) {
         return DT_OK;
     }
-    return dt_eviction_from_text(e->model, "observer", text, sizeof text - 1, &e->observer, error);
+    const dt_status status = dt_eviction_from_text(e->model, "observer", text, sizeof text - 1, &e->observer, error);
+    e->observed = e->observer;
+    return status;
 }
 
 dt_status eval_kld(eval *e, dt_error *error) {
@@ -170,6 +197,12 @@ dt_status eval_kld(eval *e, dt_error *error) {
     const size_t per_chunk = (size_t)(o->n_context + o->n_continuation + 1), n_chunks = (size_t)o->n_chunks;
     if (e->n_text < per_chunk * n_chunks) {
         return eval_too_short(e, n_chunks, per_chunk, error);
+    }
+    for (size_t i = 0; i < e->n_settings; i++) {
+        if (e->settings[i].quote >= 0 && o->n_continuation >= o->n_context) {
+            return eval_fail(error, DT_ERR_ARGUMENT, "a quotation of %lld tokens needs a longer --context than %lld",
+                             (long long)o->n_continuation + 1, (long long)o->n_context);
+        }
     }
     const size_t n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab;
     float *full = malloc(((size_t)o->n_continuation + 1) * n_vocab * sizeof *full);

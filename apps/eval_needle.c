@@ -224,7 +224,7 @@ static dt_status ask_all(needle_run *r, size_t index, const needle *asked, const
     r->n_asked++;
     dt_session *aware = NULL;
     if (status == DT_OK && e->options->question == 1) {
-        status = dt_session_fork(base, e->observer != NULL ? e->observer : e->settings[0].eviction, DT_EVICT_HELD, &aware, error);
+        status = dt_session_fork(base, e->observed, DT_EVICT_HELD, &aware, error);
         status = status == DT_OK ? dt_session_sync(aware, prompt.tokens, prompt.n, NULL, NULL, NULL, error) : status;
     }
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {

@@ -31,6 +31,7 @@ static dt_status add_setting(eval *e, double kept, dt_error *error) {
     const eval_options *o = e->options;
     eval_setting *setting = &e->settings[e->n_settings++];
     setting->kept = kept;
+    setting->quote = o->quote;
     setting->evict = o->evict == 0 ? DT_EVICT_ALWAYS : DT_EVICT_ONCE;
     const int64_t max = kept > 0 ? (int64_t)(kept * (double)o->n_context) : o->shared.max_cache_size;
     if (o->policy != NULL) {
@@ -67,10 +68,32 @@ static dt_status settings_of_flags(eval *e, dt_error *error) {
 
 /* ---- from a file ---- */
 
-dt_status eval_observe_all(eval *e, dt_error *error) {
-    static const char text[] = "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 16, "
-                               "\"min_cache_size\": 16}}"; /* it needs peaks and masses */
-    return dt_eviction_from_text(e->model, "observer", text, sizeof text - 1, &e->observer, error);
+/* Which settings the base session reads the text for, so that it collects what all their scores need: peaks of a repetition cost most
+ * of another reading, so they are left out where no score asks for them, and predict's are made where one does. */
+static dt_status observe_for_all(eval *e, dt_error *error) {
+    static const char masses[] = "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 16, \"min_cache_size\": 16}}";
+    static const char peaks[] = "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 16, "
+                                "\"min_cache_size\": 16}}";
+    bool any_peaks = false;
+    for (size_t i = 0; i < e->n_settings; i++) {
+        char *text = NULL;
+        const dt_status status = dt_eviction_describe(e->settings[i].eviction, &text, error);
+        if (status != DT_OK) {
+            return status;
+        }
+        const bool predicts = strstr(text, "score predict") != NULL;
+        const bool covers_all = strstr(text, "keeps") == NULL && strstr(text, "slots 0") != NULL;
+        any_peaks = any_peaks || strstr(text, "score reconstruct") != NULL || (predicts && !covers_all);
+        e->observed = predicts && covers_all && e->observed == NULL ? e->settings[i].eviction : e->observed;
+        dt_free(text);
+    }
+    if (e->observed != NULL && !any_peaks) {
+        return DT_OK;
+    }
+    const char *text = any_peaks ? peaks : masses;
+    const dt_status status = dt_eviction_from_text(e->model, "observer", text, strlen(text), &e->observer, error);
+    e->observed = e->observer;
+    return status;
 }
 
 /* "config": an object, or the name of a file; or "preset". Sizes that stand beside it override as flags do. */
@@ -98,6 +121,7 @@ static dt_status read_eviction(const eval *e, const json_t *row, dt_eviction **o
 
 static dt_status read_setting(eval *e, const json_t *row, dt_error *error) {
     const char *name = json_string_value(json_object_get(row, "name")), *evict = json_string_value(json_object_get(row, "evict"));
+    const json_t *quote = json_object_get(row, "quote");
     const bool once = evict != NULL && strcmp(evict, "once") == 0, always = evict != NULL && strcmp(evict, "always") == 0;
     if (e->n_settings == EVAL_MAX_SETTINGS) {
         return eval_fail(error, DT_ERR_CONFIG, "%s: more than %d settings", e->options->settings, EVAL_MAX_SETTINGS);
@@ -107,8 +131,13 @@ static dt_status read_setting(eval *e, const json_t *row, dt_error *error) {
                          "%s: setting %zu needs a \"name\", \"evict\" (\"once\" or \"always\"), and \"config\" or \"preset\"",
                          e->options->settings, e->n_settings + 1);
     }
+    if (quote != NULL && !(json_is_number(quote) && json_number_value(quote) >= 0 && json_number_value(quote) <= 1)) {
+        return eval_fail(error, DT_ERR_CONFIG, "%s: \"quote\" of setting %zu must be a depth from 0 to 1", e->options->settings,
+                         e->n_settings + 1);
+    }
     eval_setting *setting = &e->settings[e->n_settings++];
     setting->evict = once ? DT_EVICT_ONCE : DT_EVICT_ALWAYS;
+    setting->quote = quote != NULL ? json_number_value(quote) : e->options->quote;
     setting->name = strdup(name);
     return setting->name != NULL ? read_eviction(e, row, &setting->eviction, error)
                                  : eval_fail(error, DT_ERR_MEMORY, "out of memory");
@@ -129,9 +158,14 @@ static dt_status settings_of_file(eval *e, dt_error *error) {
         status = read_setting(e, json_array_get(rows, i), error);
     }
     json_decref(rows);
-    return status == DT_OK ? eval_observe_all(e, error) : status;
+    return status == DT_OK ? observe_for_all(e, error) : status;
 }
 
 dt_status eval_make_settings(eval *e, dt_error *error) {
-    return e->options->settings != NULL ? settings_of_file(e, error) : settings_of_flags(e, error);
+    if (e->options->settings != NULL) {
+        return settings_of_file(e, error);
+    }
+    const dt_status status = settings_of_flags(e, error);
+    e->observed = e->settings[0].eviction;
+    return status;
 }

@@ -93,6 +93,45 @@ def test_settings_share_one_reading(tiny, tmp_path):
         assert result.returncode == 2 and what in result.stderr, result
 
 
+def test_settings_without_a_repetition(tiny, tmp_path):
+    """Where no score asks for a repetition none is made, which changes no number."""
+    config = tmp_path / "learned.json"
+    assert run("calibrate", "-m", tiny, "-f", TEXT, "--context", "512", "--chunks", "1", "-o", str(config)).returncode == 0
+    rows = [{"name": "window", "evict": "once", "config": {"0-": {"policy": "local_window", "max_cache_size": 64}}},
+            {"name": "fast", "evict": "once", "config": {"0-": {"policy": "importance_score", "max_cache_size": 64}}},
+            {"name": "predict", "evict": "once", "config": str(config), "max_cache_size": 64},
+            {"name": "reconstruct", "evict": "once", "config": {"0-": {"policy": "importance_score", "score": "reconstruct",
+                                                                       "max_cache_size": 64}}}]
+    found, settings = [], tmp_path / "settings.json"
+    for n in (2, 3, 4):
+        settings.write_text(json.dumps(rows[:n]))
+        found.append(measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "256", "--continuation", "16", "--chunks", "1",
+                             "--settings", str(settings))["settings"])
+    for shorter, longer in zip(found, found[1:]):
+        assert [row["kld"] for row in longer[:len(shorter)]] == pytest.approx([row["kld"] for row in shorter], rel=1e-6)
+        assert [row["kept_share"] for row in longer[:len(shorter)]] == [row["kept_share"] for row in shorter]
+
+
+def test_quotations(tiny, tmp_path):
+    """What follows is the passage itself: the same as a text that goes on with it; settings with and without share one reading."""
+    common = ["kld", "-m", tiny, "--context", "256", "--continuation", "16", "--chunks", "1", "--policy", "local_window", "--kept", "0.25"]
+    quoted = measure(tmp_path, *common, "-f", TEXT, "--quote", "0.2")
+    plain = measure(tmp_path, *common, "-f", TEXT)
+    assert quoted["kld"] > 0 and quoted["nll_full"] != plain["nll_full"] and quoted["kept_share"] == plain["kept_share"]
+    config = {"0-": {"policy": "local_window", "max_cache_size": 64}}
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps([{"name": "plain", "evict": "always", "config": config},
+                                    {"name": "quoted", "evict": "always", "quote": 0.2, "config": config}]))
+    rows = measure(tmp_path, *common[:-4], "-f", TEXT, "--settings", str(settings))["settings"]
+    assert [row["kld"] for row in rows] == [plain["kld"], quoted["kld"]]
+    assert [row["nll_full"] for row in rows] == [plain["nll_full"], quoted["nll_full"]]
+    settings.write_text(json.dumps([{"name": "quoted", "evict": "always", "quote": 2, "config": config}]))
+    wrong = run(*common[:-4], "-f", TEXT, "--settings", str(settings))
+    assert wrong.returncode == 2 and "depth from 0 to 1" in wrong.stderr
+    long = run(*common[:3], "-f", TEXT, "--context", "32", "--continuation", "32", "--chunks", "1", *common[-4:], "--quote", "0.5")
+    assert long.returncode == 2 and "longer --context" in long.stderr, long.stderr
+
+
 @pytest.mark.parametrize("question", ["after", "aware"])
 def test_needles(tiny, tmp_path, question):
     numbers = measure(tmp_path, "needle", "-m", tiny, "-f", TEXT, "--context", "300", "--samples", "2", "--needles", "2",
@@ -161,6 +200,28 @@ def test_scores_beat_a_window(tmp_path):
     assert sum(kld["importance_score"]) < 0.95 * sum(kld["local_window"]), kld
     for smaller, larger in zip(kld["importance_score"], kld["importance_score"][1:]):
         assert larger <= smaller * 1.05, kld
+
+
+@needs_real
+def test_what_was_learned_finds_what_is_quoted(tmp_path):
+    """A shared budget by score predict keeps what is far back as well as what is near; a window and equal budgets do not."""
+    learned = tmp_path / "learned.json"
+    result = run("calibrate", "-m", REAL, "--context", "1024", "--chunks", "1", "-o", str(learned), timeout=600)
+    assert result.returncode == 0, result.stderr
+    size, context = 192, 768
+    equal = {"policy": "importance_score", "max_cache_size": size}
+    ways = {"window": {"config": {"0-": {"policy": "local_window", "max_cache_size": size}}}, "fast": {"config": {"0-": equal}},
+            "predict": {"config": str(learned), "max_cache_size": size}}
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps([{"name": way + what, "evict": "once", **more, **setting} for way, setting in ways.items()
+                                    for what, more in (("", {}), (" quoted", {"quote": 0.2}))]))
+    rows = measure(tmp_path, "kld", "-m", REAL, "-f", TEXT, "--context", str(context), "--continuation", "48", "--chunks", "1",
+                   "--settings", str(settings))["settings"]
+    kld = {row["name"]: row["kld"] for row in rows}
+    for row in rows:
+        assert row["kept_share"] <= (size + 0.5) / context, row
+    for other in ("window", "fast"):
+        assert kld["predict"] < 0.8 * kld[other] and kld["predict quoted"] < 0.3 * kld[other + " quoted"], kld
 
 
 @needs_real

@@ -456,6 +456,21 @@ static void test_sizes_per_lane(void **state) {
                   "e.json:1: \"0\", \"min_cache_size\": 200 is above the smallest of lanes 130; give at most that");
 }
 
+/* Scores without a part are named in full where it is told what holds; a part that is no more is refused like any other name. */
+static void test_scores_without_a_part(void **state) {
+    (void)state;
+    dt_eviction *eviction = NULL;
+    dt_error error;
+    const char *text = "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 512, \"score\": \"fast-without-total\"}}";
+    assert_int_equal(dt_eviction_config_text(1, "e.json", text, strlen(text), &eviction, &error), DT_OK);
+    assert_ptr_equal(dt_eviction_budget(eviction, 0)->policy, &dt_policy_fast_without_total);
+    require_description(eviction, "TLC: layers 0      importance_score  max 512  min 256  sinks 4  recent 128  slots 0\n"
+                                  "TLC:               score fast-without-total");
+    dt_eviction_free(eviction);
+    require_field_error("\"score\": \"fast-without-pooling\"", "\"score\": must be \"fast\", \"predict\" or \"reconstruct\"");
+    require_field_error("\"score\": \"\"", "\"score\": must be \"fast\", \"predict\" or \"reconstruct\"");
+}
+
 static void test_shared_budget(void **state) {
     (void)state;
     dt_eviction *eviction = NULL;
@@ -698,6 +713,7 @@ int main(void) {
         cmocka_unit_test_setup(test_bad_policies_and_sizes, begin_log),
         cmocka_unit_test_setup(test_advice_is_accepted, begin_log),
         cmocka_unit_test_setup(test_sizes_per_lane, begin_log),
+        cmocka_unit_test_setup(test_scores_without_a_part, begin_log),
         cmocka_unit_test_setup(test_shared_budget, begin_log),
         cmocka_unit_test_setup(test_weights, begin_log),
         cmocka_unit_test_setup(test_lines_in_odd_texts, begin_log),

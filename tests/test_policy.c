@@ -254,6 +254,9 @@ static void test_table(void **state) {
     (void)state;
     assert_ptr_equal(dt_policy_find("local_window", NULL), &dt_policy_local_window);
     assert_ptr_equal(dt_policy_find("importance_score", NULL), &dt_policy_importance_score);
+    assert_ptr_equal(dt_policy_find("importance_score", "fast"), &dt_policy_importance_score);
+    assert_ptr_equal(dt_policy_find("importance_score", "fast-without-total"), &dt_policy_fast_without_total);
+    assert_null(dt_policy_find("importance_score", "fast-without"));
     assert_null(dt_policy_find("none", NULL));
     assert_null(dt_policy_find("", NULL));
     assert_false(dt_policy_local_window.needs_mass);
@@ -466,7 +469,8 @@ static void test_predict_decays_with_distance(void **state) {
 /* What the last queries attend to is added to the peak, in both scores that have one; what is no amount counts as nothing. */
 static void test_peaks_and_what_is_in_use(void **state) {
     (void)state;
-    static const dt_policy *const policies[] = {&dt_policy_reconstruct, &dt_policy_predict};
+    static const dt_policy *const policies[] = {&dt_policy_reconstruct, &dt_policy_predict},
+                                  *const bare[] = {&dt_policy_reconstruct_without_attention, &dt_policy_predict_without_attention};
     static const float none[] = {0, 0};
     for (size_t k = 0; k < 2; k++) {
         static lane l;
@@ -485,7 +489,31 @@ static void test_peaks_and_what_is_in_use(void **state) {
             assert_true(fabsf(scores[i] - want) <= 1e-5f);
         }
         assert_true(policies[k]->needs_mass && policies[k]->needs_peak);
+        bare[k]->score(&l.view, scores);
+        for (int32_t i = 0; i < l.view.n; i++) {
+            assert_true(fabsf(scores[i] - 0.01f * (float)(i % 7)) <= 1e-5f);
+        }
     }
+}
+
+/* Each part moves the score of the entries that differ in it, and of no others; without it nothing moves. */
+static void test_importance_score_without_a_part(void **state) {
+    (void)state;
+    static lane l;
+    float with[MAX_N], without[MAX_N];
+    flat_lane(&l);
+    l.total[50] = 0.02f;
+    l.norm[90] = 4.0f;
+    dt_policy_importance_score.score(&l.view, with);
+    assert_true(with[50] > with[60] * 1.1f && with[90] > with[60] * 1.9f);
+    dt_policy_fast_without_total.score(&l.view, without);
+    assert_true(without[50] == without[60] && without[90] > without[60] * 1.9f);
+    dt_policy_fast_without_values.score(&l.view, without);
+    assert_true(without[90] == without[60] && without[50] > without[60] * 1.1f);
+    dt_policy_fast_without_window.score(&l.view, without);
+    assert_memory_equal(with, without, (size_t)l.view.n * sizeof *with);
+    assert_int_equal(dt_policy_recent_window(&dt_policy_importance_score, &l.view, 84), 50);
+    assert_int_equal(dt_policy_recent_window(&dt_policy_fast_without_window, &l.view, 84), 20);
 }
 
 static void test_importance_score_counts_odd_numbers_as_nothing(void **state) {
@@ -615,6 +643,7 @@ int main(void) {
         cmocka_unit_test(test_predict_is_blind_to_the_rotation),
         cmocka_unit_test(test_predict_decays_with_distance),
         cmocka_unit_test(test_peaks_and_what_is_in_use),
+        cmocka_unit_test(test_importance_score_without_a_part),
         cmocka_unit_test(test_importance_score_counts_odd_numbers_as_nothing),
         cmocka_unit_test(test_importance_score_without_mass_is_a_window),
         cmocka_unit_test(test_fold_does_not_depend_on_batches),

@@ -391,7 +391,7 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
     if (window > 0) {
         snprintf(what, sizeof what, "  window %d%s", window, cuts_window(b, window) ? ", evicted from inside too" : "");
     }
-    if (b->policy->needs_peak) {
+    if (b->policy->score_name != NULL && b->policy != &dt_policy_importance_score) {
         snprintf(score, sizeof score, "  score %s", b->policy->score_name);
     }
     if (score[0] != 0 || what[0] != 0) { /* in a line of its own, below the policy: the first one fills a terminal */

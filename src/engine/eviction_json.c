@@ -282,7 +282,7 @@ static dt_status read_weights(const reader *r, int32_t field, const json_t *valu
 /* Which of the scores of the policy; that may stand before or behind it, so it is only checked here. */
 static dt_status read_score(const reader *r, int32_t field, const json_t *value) {
     const char *name = json_is_string(value) ? json_string_value(value) : "";
-    if (strcmp(name, "fast") != 0 && strcmp(name, "reconstruct") != 0 && strcmp(name, "predict") != 0) {
+    if (dt_policy_find(dt_policy_importance_score.name, name) == NULL) {
         return fail_at(r, field, "score", "must be \"fast\", \"predict\" or \"reconstruct\"");
     }
     return DT_OK;

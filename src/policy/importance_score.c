@@ -33,16 +33,35 @@ static double inverse_mean(const float *values, int32_t n) {
     return sum > 0 ? n / sum : 0;
 }
 
-static void score(const dt_lane_view *view, float *out) {
+static void score_parts(const dt_lane_view *view, double total_share, bool values, float *out) {
     const int32_t n = view->n;
-    const double recent_unit = inverse_mean(view->recent_mass, n), total_unit = inverse_mean(view->total_mass, n);
+    const double recent_unit = inverse_mean(view->recent_mass, n), total_unit = total_share * inverse_mean(view->total_mass, n);
     const double norm_unit = inverse_mean(view->value_norm, n);
     for (int32_t i = 0; i < n; i++) {
         const double attention =
-            (double)amount(view->recent_mass[i]) * recent_unit + TOTAL_SHARE * (double)amount(view->total_mass[i]) * total_unit;
-        out[i] = (float)DT_MIN(attention * sqrt((double)amount(view->value_norm[i]) * norm_unit), 1e30);
+            (double)amount(view->recent_mass[i]) * recent_unit + (double)amount(view->total_mass[i]) * total_unit;
+        const double weight = values ? sqrt((double)amount(view->value_norm[i]) * norm_unit) : 1;
+        out[i] = (float)DT_MIN(attention * weight, 1e30);
     }
 }
 
+static void score(const dt_lane_view *view, float *out) { score_parts(view, TOTAL_SHARE, true, out); }
+static void score_without_total(const dt_lane_view *view, float *out) { score_parts(view, 0, true, out); }
+static void score_without_values(const dt_lane_view *view, float *out) { score_parts(view, TOTAL_SHARE, false, out); }
+
 const dt_policy dt_policy_importance_score = {
     .name = "importance_score", .score_name = "fast", .recent_share = RECENT_SHARE, .needs_mass = true, .score = score};
+
+/* Without one of its parts each, to measure what that is worth (bench/quality.py). */
+const dt_policy dt_policy_fast_without_total = {.name = "importance_score",
+                                                .score_name = "fast-without-total",
+                                                .recent_share = RECENT_SHARE,
+                                                .needs_mass = true,
+                                                .score = score_without_total};
+const dt_policy dt_policy_fast_without_values = {.name = "importance_score",
+                                                 .score_name = "fast-without-values",
+                                                 .recent_share = RECENT_SHARE,
+                                                 .needs_mass = true,
+                                                 .score = score_without_values};
+const dt_policy dt_policy_fast_without_window = {
+    .name = "importance_score", .score_name = "fast-without-window", .needs_mass = true, .score = score};

@@ -10,8 +10,15 @@
 #include <math.h>
 #include <string.h>
 
-static const dt_policy *const policies[] = {&dt_policy_local_window, &dt_policy_importance_score, &dt_policy_reconstruct,
-                                            &dt_policy_predict};
+static const dt_policy *const policies[] = {&dt_policy_local_window,
+                                            &dt_policy_importance_score,
+                                            &dt_policy_reconstruct,
+                                            &dt_policy_predict,
+                                            &dt_policy_fast_without_window,
+                                            &dt_policy_fast_without_total,
+                                            &dt_policy_fast_without_values,
+                                            &dt_policy_reconstruct_without_attention,
+                                            &dt_policy_predict_without_attention};
 
 const dt_policy *const *dt_policies(int32_t *n) {
     *n = (int32_t)(sizeof policies / sizeof policies[0]);

@@ -45,13 +45,20 @@ float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const
     return dt_is_finite(sum) ? expf(DT_MIN(DT_MAX(sum, -LOG_LIMIT), LOG_LIMIT)) : 1; /* 1: nothing is known, so keep it */
 }
 
-static void score(const dt_lane_view *view, float *out) {
+static void score_without_attention(const dt_lane_view *view, float *out) {
     const float decay = view->weights != NULL ? view->weights[DT_PREDICT_DECAY] : 0;
     for (int32_t i = 0; i < view->n; i++) {
         const float peak = view->peak_mass[i];
         const float log_change = decay * dt_predict_decay_feature((int64_t)view->next_position - view->position[i]);
         const bool is_good = dt_is_finite(peak) && peak > 0;
-        out[i] = (is_good ? DT_MIN(peak, 1e18f) * expf(DT_MIN(DT_MAX(log_change, -LOG_LIMIT), LOG_LIMIT)) : 0) + dt_in_use(view, i);
+        out[i] = is_good ? DT_MIN(peak, 1e18f) * expf(DT_MIN(DT_MAX(log_change, -LOG_LIMIT), LOG_LIMIT)) : 0;
+    }
+}
+
+static void score(const dt_lane_view *view, float *out) {
+    score_without_attention(view, out);
+    for (int32_t i = 0; i < view->n; i++) {
+        out[i] += dt_in_use(view, i);
     }
 }
 
@@ -61,3 +68,11 @@ const dt_policy dt_policy_predict = {.name = "importance_score",
                                      .needs_peak = true,
                                      .needs_weights = true,
                                      .score = score};
+
+/* To measure what that part is worth. */
+const dt_policy dt_policy_predict_without_attention = {.name = "importance_score",
+                                                       .score_name = "predict-without-attention",
+                                                       .needs_mass = true,
+                                                       .needs_peak = true,
+                                                       .needs_weights = true,
+                                                       .score = score_without_attention};

@@ -10,12 +10,26 @@
  */
 #include "policy/policy.h"
 
-static void score(const dt_lane_view *view, float *out) {
+static void score_without_attention(const dt_lane_view *view, float *out) {
     for (int32_t i = 0; i < view->n; i++) {
         const float peak = view->peak_mass[i];
-        out[i] = (dt_is_finite(peak) && peak > 0 ? DT_MIN(peak, 1e18f) : 0) + dt_in_use(view, i);
+        out[i] = dt_is_finite(peak) && peak > 0 ? DT_MIN(peak, 1e18f) : 0;
+    }
+}
+
+static void score(const dt_lane_view *view, float *out) {
+    score_without_attention(view, out);
+    for (int32_t i = 0; i < view->n; i++) {
+        out[i] += dt_in_use(view, i);
     }
 }
 
 const dt_policy dt_policy_reconstruct = {
     .name = "importance_score", .score_name = "reconstruct", .needs_mass = true, .needs_peak = true, .score = score};
+
+/* To measure what that part is worth. */
+const dt_policy dt_policy_reconstruct_without_attention = {.name = "importance_score",
+                                                           .score_name = "reconstruct-without-attention",
+                                                           .needs_mass = true,
+                                                           .needs_peak = true,
+                                                           .score = score_without_attention};
