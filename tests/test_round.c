@@ -433,6 +433,10 @@ static void test_budgets_need_what_was_collected(void **state) {
                     peaks[] = {{&dt_policy_reconstruct, 64, 10, 3, 8, NULL, 0, NULL, 0}};
     dt_kv *kv = new_cache(window, 1, 2);
     dt_error error;
+    int32_t next = 0;
+    require(dt_kv_set_budgets(kv, peaks, 0, &error), &error); /* without text nothing is missing */
+    require(dt_kv_set_budgets(kv, window, 0, &error), &error);
+    add(kv, 1, 2, &next, 20);
     assert_int_equal(dt_kv_set_budgets(kv, scored, 0, &error), DT_ERR_ARGUMENT);
     assert_int_equal(dt_kv_set_budgets(kv, peaks, 0, &error), DT_ERR_ARGUMENT);
     require(dt_kv_set_budgets(kv, window, 0, &error), &error);
