@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """The measurements behind docs/quality.md: every way to evict, on the same pieces of mixed text.
 
-    python3 bench/quality.py -m model.gguf -o DIR [--calibration model.tlc.json] [--only kld,needle,presets] [--pieces 8]
-    python3 bench/quality.py -o DIR --table
+    python3 bench/quality.py -m model.gguf -o DIR [--calibration model.tlc.json] [--only kld,needle,presets,parts] [--pieces 8]
+    python3 bench/quality.py -m model.gguf -o DIR --table [--results bench/results/PROCESSOR/quality]
 
 One run of ./deeptutor-eval per piece of text, whose result is kept in DIR: ended at any time, the same command goes on where it
-was. All settings of a run share one reading of the piece and one pass of the full cache. Texts: eight pieces each of
+was; what decides most comes first. All settings of a run share one reading of the piece and one pass of the full cache. Texts:
+eight pieces each of
 
     prose      King James Bible (Debian's bible-kjv-text), spread over the whole
     reference  vim's options manual (vim-runtime) and the manual pages of bash, find, proc and git-config
@@ -13,8 +14,8 @@ was. All settings of a run share one reading of the piece and one pass of the fu
     dialogue   the PyPI package chatterbot-corpus: questions and answers, mostly technical support
 
 None of them is what calibration learns from (docs/). Without --calibration one is made in DIR first. Tables: mean over pieces +-
-standard error of the mean, and the difference to local_window of the same size, piece by piece, with its own standard error: pieces
-differ more than methods do.
+standard error of the mean, and differences piece by piece with their own standard error: pieces differ more than methods do.
+--results writes them to .md and every number to .csv.
 """
 import argparse
 import json
@@ -25,16 +26,23 @@ import re
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
+
+from peers import processor_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVAL = ROOT / "deeptutor-eval"
 GENRES = ("prose", "reference", "code", "dialogue")
 CORPUS = "chatterbot-corpus==1.3.3"
 PIECE_CHARS = 26000  # more than 4,353 tokens of any of the texts
-LONG_CHARS = 60000  # more than 8,192
-KEPT = (0.5, 0.25, 0.125)
-CONTEXT, CONTINUATION = 4096, 256
+KEPT = (0.25, 0.125)
+CONTINUATION = 128
+QUOTE = 0.2  # depth of what is quoted: outside of any window compared
+SMALL = 128  # a budget where little but pins is left
+NEEDLE_CONTEXT = 2000
+PARTS_SIZES = (128, 256, 512)
+WITHOUT = ("fast-without-total", "fast-without-values", "fast-without-window")
 
 
 # ---- texts -----------------------------------------------------------------------------------------
@@ -79,7 +87,6 @@ def dialogue(folder):
 def texts(folder):
     """Makes the pieces: {name: file}."""
     files = {"%s%d" % (genre, i): folder / ("%s%d.txt" % (genre, i)) for genre in GENRES for i in range(8)}
-    files.update({"long-" + genre: folder / ("long-%s.txt" % genre) for genre in GENRES})
     if all(file.exists() for file in files.values()):
         return files
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +96,6 @@ def texts(folder):
     sources = "".join(file.read_text() for file in sorted((ROOT / "src").glob("*/*.c")))
     modules = [(library / name).read_text() for name in ("argparse.py", "tarfile.py", "typing.py", "http/client.py")]
     talk = dialogue(folder)
-    for genre, text in (("prose", bible), ("reference", options), ("code", sources), ("dialogue", talk)):
-        files["long-" + genre].write_text(spread(text, 1, LONG_CHARS)[0])
     made = {
         "prose": spread(bible, 8, PIECE_CHARS),
         "reference": spread(options, 4, PIECE_CHARS) +
@@ -107,8 +112,8 @@ def texts(folder):
 # ---- settings --------------------------------------------------------------------------------------
 
 class Settings:
-    def __init__(self, n_layers, calibration):
-        self.n_layers, self.calibration = n_layers, str(calibration)
+    def __init__(self, n_layers, calibration, context):
+        self.n_layers, self.calibration, self.context = n_layers, str(calibration), context
 
     def equal(self, size, policy="importance_score", **fields):
         return {"config": {"0-": {"policy": policy, "max_cache_size": size, **fields}}}
@@ -120,39 +125,66 @@ class Settings:
     def predict(self, size):
         return {"config": self.calibration, "max_cache_size": size}
 
-    def main(self):
-        """The four ways at three sizes, once and always; what else is compared, at one or two of them."""
+    def ways(self, size):
+        return {"window": self.equal(size, "local_window"), "fast": self.equal(size), "predict": self.predict(size),
+                "reconstruct": self.shared(size, score="reconstruct")}
+
+    def alone(self, size):
+        """Score predict with the same size for every head."""
+        config = json.loads(pathlib.Path(self.calibration).read_text())
+        own = {layers: {k: entry[k] for k in ("policy", "score", "weights")} for layers, entry in config["layers"].items()}
+        return {"config": {layers: {**entry, "max_cache_size": size} for layers, entry in own.items()}}
+
+    def main(self, serving):
+        """The four ways compressed once, also where the text goes on with a quotation, and shared budgets beside equal ones; and as
+        serving does."""
         rows = []
-        for evict in ("once", "always"):
-            for kept in KEPT if evict == "once" else KEPT[1:]:
-                size = int(CONTEXT * kept)
-                for name, setting in (("window", self.equal(size, "local_window")), ("fast", self.equal(size)),
-                                      ("predict", self.predict(size)), ("reconstruct", self.shared(size, score="reconstruct"))):
-                    rows.append({"name": "%s %s %g" % (name, evict, kept), "evict": evict, **setting})
-        size = CONTEXT // 4
-        rows.append({"name": "reconstruct-equal once 0.25", "evict": "once", **self.equal(size, score="reconstruct")})
+        for kept in KEPT:
+            size = int(self.context * kept)
+            for name, more in (("once", {}), ("quoted", {"quote": QUOTE})):
+                for way, setting in self.ways(size).items():
+                    rows.append({"name": "%s %s %g" % (way, name, kept), "evict": "once", **more, **setting})
+            rows.append({"name": "predict-equal once %g" % kept, "evict": "once", **self.alone(size)})
+            rows.append({"name": "reconstruct-equal once %g" % kept, "evict": "once", **self.equal(size, score="reconstruct")})
+        for size in (*(int(self.context * kept) for kept in KEPT), SMALL) if serving else ():
+            for way, setting in list(self.ways(size).items())[:3 if size == SMALL else 4]:
+                rows.append({"name": "%s always %g" % (way, size / self.context), "evict": "always", **setting})
         return rows
 
     def presets(self):
-        """At twice the deep budget of chat and code, and summary and docqa cut down so that the model's 8,192 tokens are that."""
-        rows = [{"name": "%s always 0.5" % preset, "evict": "always", "preset": preset} for preset in ("chat", "code")]
-        half = self.n_layers // 2
-        for preset, shallow in (("docqa", "local_window"), ("summary", "importance_score")):
-            small = 2048 if preset == "docqa" else 1984  # 3,072 of 6,144, as in the preset
-            rows.append({"name": "%s-scaled always 0.5" % preset, "evict": "always", "config": {
-                "0-%d" % (half - 1): {"policy": shallow, "max_cache_size": small},
-                "%d-" % half: {"policy": "importance_score", "max_cache_size": 3968}}})
-        rows.append({"name": "chat-learned always 0.5", "evict": "always", "config": self.calibration, "max_cache_size": 3072})
-        rows.append({"name": "code-learned always 0.5", "evict": "always", "config": self.calibration, "max_cache_size": 4096})
-        return rows
+        """The presets cut down so that the context is twice their deep budget; and what they are once a calibration is there."""
+        deep, half = self.context // 2, self.n_layers // 2
+
+        def halves(shallow, policy, deep_policy="importance_score"):
+            return {"config": {"0-%d" % (half - 1): {"policy": policy, "max_cache_size": shallow},
+                               "%d-" % half: {"policy": deep_policy, "max_cache_size": deep}}}
+        rows = {"chat": halves(deep // 2, "local_window"), "code": halves(deep, "local_window", "local_window"),
+                "summary": halves(deep // 2, "importance_score"), "chat-learned": self.predict(deep * 3 // 4),
+                "code-learned": self.predict(deep)}
+        return [{"name": "%s always 0.5" % name, "evict": "always", **row} for name, row in rows.items()]
 
     def needles(self, context):
+        return [{"name": "%s once %g" % (way, kept), "evict": "once", **setting}
+                for kept in (0.5, 0.25, 0.125) for way, setting in self.ways(int(context * kept)).items()
+                if kept > 0.2 or way in ("predict", "reconstruct")]
+
+    def parts(self):
+        """The score fast, and without each of its parts."""
+        return [{"name": "%s always %d" % (score, size), "evict": "always", **self.equal(size, score=score)}
+                for size in PARTS_SIZES for score in ("fast",) + WITHOUT]
+
+    def slots(self):
+        """With slots, and without at equal bytes: a token has 16 bytes more with slots under a window, 4 under a score (of 264)."""
         rows = []
-        for kept in (0.5, 0.25):
-            size = int(context * kept)
-            for name, setting in (("window", self.equal(size, "local_window")), ("fast", self.equal(size)),
-                                  ("predict", self.predict(size)), ("reconstruct", self.shared(size, score="reconstruct"))):
-                rows.append({"name": "%s once %g" % (name, kept), "evict": "once", **setting})
+        for way, size, slots, instead in (("window", 256, 16, 289), ("window", 512, 16, 560), ("fast", 256, 16, 276),
+                                          ("fast", 512, 64, 585), ("predict", 512, 16, 536)):
+            for n, tokens, name in ((slots, size, "on"), (0, instead, "off")):
+                setting = dict(self.ways(tokens)[way])
+                if way == "predict":
+                    setting["memory_slots"] = n
+                else:
+                    setting["config"]["0-"]["memory_slots"] = n
+                rows.append({"name": "%s-%d+%d always %s" % (way, size, slots, name), "evict": "always", **setting})
         return rows
 
 
@@ -162,8 +194,8 @@ def evaluate(options, out, *args):
     """One run, unless its result is there; DIR/NAME.json appears whole."""
     if out.exists():
         return
-    print("quality: %s" % out.stem, flush=True)
-    partial = out.with_suffix(".partial.json")
+    print("quality: %s %s" % (time.strftime("%H:%M:%S"), out.stem), flush=True)
+    partial = out.with_suffix(".partial-%d.json" % os.getpid())
     subprocess.run([str(EVAL), *map(str, args), "-m", options.model, "-t", str(options.threads), "--no-progress",
                     "--log-level", "error", "--json", str(partial)], check=True, stdout=subprocess.DEVNULL)
     partial.rename(out)
@@ -171,7 +203,7 @@ def evaluate(options, out, *args):
 
 def calibrate(options, folder):
     path = folder / "calibration.tlc.json"
-    evaluate(options, path, "calibrate")
+    evaluate(options, path, "calibrate", "--chunks", 2)
     return path
 
 
@@ -179,35 +211,38 @@ def layers_of(calibration):
     return 1 + max(int(key.split("-")[-1]) for key in json.loads(pathlib.Path(calibration).read_text())["layers"])
 
 
-def write(path, value):
-    path.write_text(json.dumps(value))
-    return path
+def runs(options, folder, files):
+    """(turn, kind, name, arguments): in every turn a piece of each kind of text, and what else is measured a few times less."""
+    def compare(kind, file):
+        return ("kld", "-f", file, "--context", options.context, "--continuation", CONTINUATION, "--chunks", 1,
+                "--settings", folder / ("%s-settings.json" % kind))
+
+    for i in range(options.pieces):
+        for genre in GENRES:
+            file = files["%s%d" % (genre, i)]
+            yield i, "kld", "%s%d" % (genre, i), compare("kld" if i < options.serving else "once", file)
+            if i < options.pieces // 2:
+                yield i + 0.5, "presets", "%s%d" % (genre, i), compare("presets", file)
+                yield i + 0.75, "parts", "%s%d" % (genre, i), compare("parts", file)
+    for seed in range(1, options.samples + 1):
+        for question in ("after", "aware"):
+            yield (seed - 1) // 2, "needle", "%s-%d" % (question, seed), (
+                "needle", "-f", files["reference%d" % (seed % 8)], "--context", NEEDLE_CONTEXT, "--samples", 1, "--needles", 2,
+                "--depth-low", 0.05, "--depth-high", 0.4, "--seed", seed, "--question", question,
+                "--settings", folder / "needle-settings.json")
 
 
 def measure(options):
     folder = pathlib.Path(options.output)
     files = texts(folder / "texts")
-    calibration = options.calibration or calibrate(options, folder)
-    settings = Settings(layers_of(calibration), calibration)
-    if "kld" in options.only:
-        rows = write(folder / "kld-settings.json", settings.main())
-        for i in range(options.pieces):
-            for genre in GENRES:
-                name = "%s%d" % (genre, i)
-                evaluate(options, folder / ("kld-%s.json" % name), "kld", "-f", files[name], "--context", CONTEXT, "--continuation",
-                         CONTINUATION, "--chunks", 1, "--settings", rows)
-    if "presets" in options.only:
-        rows = write(folder / "presets-settings.json", settings.presets())
-        for genre in GENRES:
-            evaluate(options, folder / ("presets-%s.json" % genre), "kld", "-f", files["long-" + genre], "--context", 7936,
-                     "--continuation", 128, "--chunks", 1, "--settings", rows)
-    if "needle" in options.only:
-        rows = write(folder / "needle-settings.json", settings.needles(2000))
-        for seed in range(1, options.samples + 1):
-            for question in ("after", "aware"):
-                evaluate(options, folder / ("needle-%s-%d.json" % (question, seed)), "needle",
-                         "-f", files["reference%d" % (seed % 8)], "--context", 2000, "--samples", 1, "--needles", 4,
-                         "--depth-low", 0.05, "--depth-high", 0.4, "--seed", seed, "--question", question, "--settings", rows)
+    settings = Settings(layers_of(options.calibration or calibrate(options, folder)),
+                        pathlib.Path(options.calibration or folder / "calibration.tlc.json").resolve(), options.context)
+    for kind, rows in (("kld", settings.main(True)), ("once", settings.main(False)), ("presets", settings.presets()),
+                       ("needle", settings.needles(NEEDLE_CONTEXT)), ("parts", settings.parts() + settings.slots())):
+        (folder / ("%s-settings.json" % kind)).write_text(json.dumps(rows))
+    for _, kind, name, args in sorted(runs(options, folder, files), key=lambda run: run[0]):
+        if kind in options.only:
+            evaluate(options, folder / ("%s-%s.json" % (kind, name)), *args)
 
 
 # ---- tables ----------------------------------------------------------------------------------------
@@ -217,79 +252,147 @@ def mean(values):
     return m, math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values)) if len(values) > 1 else 0.0
 
 
-def rows_of(folder, pattern):
+def rows_of(folder, kind):
     """{setting: {piece: row}}"""
     found = {}
-    for file in sorted(folder.glob(pattern)):
+    for file in sorted(folder.glob("%s-*.json" % kind)):
         if not re.search(r"settings|partial", file.name):
             for row in json.loads(file.read_text())["settings"]:
                 found.setdefault(row["name"], {})[file.stem.split("-", 1)[1]] = row
     return found
 
 
-def print_kld(folder):
-    found = rows_of(folder, "kld-*.json")
+def klds(pieces):
+    return {piece: row["kld"] for piece, row in pieces.items()}
+
+
+def order(item):
+    _, evict, kept = item[0].split()
+    return ("once", "always", "quoted").index(evict), -float(kept)
+
+
+def kld_table(folder, context):
+    found = rows_of(folder, "kld")
     if not found:
-        return
-    print("| evict | kept | method | KLD | top-1 | worst piece | less than the window | better on | %s |" % " | ".join(GENRES))
-    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |%s" % (" ---: |" * len(GENRES)))
-    for name, pieces in sorted(found.items(), key=lambda item: (item[0].split()[1] == "always", -float(item[0].split()[2]))):
+        return []
+    lines = ["## Divergence", "",
+             "%d tokens, then %d. once: compressed once, the text goes on; always: as serving does; quoted: compressed once, "
+             "then a passage from depth %g again." % (context, CONTINUATION, QUOTE), "",
+             "| evict | kept | method | pieces | KLD | top-1 | worst piece | less than the window | better on | %s |" % (
+                 " | ".join(GENRES)),
+             "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |%s" % (" ---: |" * len(GENRES))]
+    for name, pieces in sorted(found.items(), key=order):
         method, evict, kept = name.split()
-        kld = {piece: row["kld"] for piece, row in pieces.items()}
-        window = {piece: row["kld"] for piece, row in found["window %s %s" % (evict, kept)].items()}
+        kld, window = klds(pieces), klds(found["window %s %s" % (evict, kept)])
         gain = [window[piece] - kld[piece] for piece in kld]
         of_genre = [[v for piece, v in kld.items() if piece.startswith(genre)] for genre in GENRES]
         cells = ["%.4f" % mean(values)[0] if values else "" for values in of_genre]
-        print("| %s | %s | %s | %.4f ± %.4f | %.3f | %.3f | %s | %s | %s |" % (
-            evict, kept, method, *mean(list(kld.values())), mean([row["top1"] for row in pieces.values()])[0], max(kld.values()),
+        lines.append("| %s | %s | %s | %d | %.4f ± %.4f | %.3f | %.3f | %s | %s | %s |" % (
+            evict, kept, method, len(kld), *mean(list(kld.values())), mean([row["top1"] for row in pieces.values()])[0],
+            max(kld.values()),
             "" if method == "window" else "%.4f ± %.4f" % mean(gain),
             "" if method == "window" else "%d of %d" % (sum(g > 0 for g in gain), len(gain)), " | ".join(cells)))
-    print()
+    return lines + [""]
 
 
-def print_presets(folder):
-    found = rows_of(folder, "presets-*.json")
-    if found:
-        print("| preset, 7,936 tokens of context | kept | KLD | worst piece | top-1 |\n| --- | ---: | ---: | ---: | ---: |")
+def pairs_table(found, title, pairs):
+    """Differences piece by piece: below 0 the first is better."""
+    lines = ["## " + title, "", "| | against | KLD | KLD | difference | better on |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for a, b in pairs:
+        if a in found and b in found:
+            first, second = klds(found[a]), klds(found[b])
+            both = sorted(set(first) & set(second))
+            if not both:
+                continue
+            differences = [first[piece] - second[piece] for piece in both]
+            lines.append("| %s | %s | %.4f | %.4f | %+.4f ± %.4f | %d of %d |" % (
+                a, b, mean([first[piece] for piece in both])[0], mean([second[piece] for piece in both])[0], *mean(differences),
+                sum(d < 0 for d in differences), len(both)))
+    return lines + [""] if len(lines) > 4 else []
+
+
+def comparisons(folder):
+    found, parts = rows_of(folder, "kld"), rows_of(folder, "parts")
+    for name in ("fast",) + WITHOUT:
+        of_size = [klds(parts.get("%s always %d" % (name, size), {})) for size in PARTS_SIZES]
+        parts[name + " always, mean of these"] = {
+            piece: {"kld": mean([kld[piece] for kld in of_size])[0]} for piece in set.intersection(*map(set, of_size))}
+    return (pairs_table(found, "A shared budget against equal ones", [
+        ("%s once %s" % (way, kept), "%s-equal once %s" % (way, kept)) for way in ("predict", "reconstruct") for kept in KEPT]) +
+        pairs_table(parts, "The score fast, and without each of its parts", [
+            ("fast always" + size, "%s always%s" % (name, size)) for name in WITHOUT
+            for size in [" %d" % size for size in PARTS_SIZES] + [", mean of these"]]) +
+        pairs_table(parts, "Memory slots, at equal bytes", [
+            (name, name[:-2] + "off") for name in parts if name.endswith(" on")]))
+
+
+def presets_table(folder):
+    found = rows_of(folder, "presets")
+    lines = ["## Presets", "", "| preset | kept | KLD | worst piece | top-1 |",
+             "| --- | ---: | ---: | ---: | ---: |"]
     for name, pieces in found.items():
         rows = pieces.values()
-        print("| %s | %.3f | %.4f ± %.4f | %.4f | %.3f |" % (
+        lines.append("| %s | %.3f | %.4f ± %.4f | %.4f | %.3f |" % (
             name.split()[0], mean([row["kept_share"] for row in rows])[0], *mean([row["kld"] for row in rows]),
             max(row["kld"] for row in rows), mean([row["top1"] for row in rows])[0]))
-    print()
+    return lines + [""] if found else []
 
 
-def print_needles(folder):
+def needles_table(folder):
+    lines = []
     for question in ("after", "aware"):
-        found = rows_of(folder, "needle-%s-*.json" % question)
+        found = rows_of(folder, "needle-%s" % question)
         if not found:
             continue
-        print("| needles, %s | kept | found | of | full cache |\n| --- | ---: | ---: | ---: | ---: |" % question)
-        for name, samples in sorted(found.items(), key=lambda item: -float(item[0].split()[2])):
+        lines += ["## Needles, asked %s" % ("after eviction" if question == "after" else "in the prompt"), "",
+                  "| kept | method | found | of | full cache |",
+                  "| ---: | --- | ---: | ---: | ---: |"]
+        for name, samples in sorted(found.items(), key=order):
             asked = [s for row in samples.values() for s in row["samples"]]
-            print("| %s | %s | %d | %d | %d |" % (name.split()[0], name.split()[2], sum(s["right"] for s in asked), len(asked),
-                                              sum(s["full"] for s in asked)))
-        print()
+            lines.append("| %s | %s | %d | %d | %d |" % (name.split()[2], name.split()[0], sum(s["right"] for s in asked),
+                                                       len(asked), sum(s["full"] for s in asked)))
+        lines.append("")
+    return lines
+
+
+def write_results(options, lines):
+    folder, path = pathlib.Path(options.output), pathlib.Path(options.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = ["# Quality", "", "`python3 bench/quality.py -m %s -o DIR`, %s, %s. docs/quality.md says what the columns mean." % (
+        pathlib.Path(options.model).name, processor_name(), time.strftime("%Y-%m-%d")), ""]
+    path.with_suffix(".md").write_text("\n".join(head + lines).rstrip() + "\n")
+    rows = ["kind,setting,piece,kept_share,kld,top1,nll,nll_full,right,asked"]
+    for kind in ("kld", "parts", "presets", "needle"):
+        for name, pieces in rows_of(folder, kind).items():
+            for piece, row in pieces.items():
+                samples = row.get("samples", [])
+                cells = ["%.5f" % row[k] if k in row else "" for k in ("kept_share", "kld", "top1", "nll", "nll_full")]
+                cells += [str(sum(s["right"] for s in samples)), str(len(samples))] if samples else ["", ""]
+                rows.append(",".join([kind, name, piece] + cells))
+    path.with_suffix(".csv").write_text("\n".join(rows) + "\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-m", "--model")
+    parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-o", "--output", required=True, metavar="DIR")
     parser.add_argument("--calibration", metavar="F", help="what predict goes by (made in DIR)")
-    parser.add_argument("--only", default="kld,needle,presets", type=lambda text: text.split(","))
+    parser.add_argument("--only", default="kld,needle,presets,parts", type=lambda text: text.split(","))
     parser.add_argument("--pieces", type=int, default=8, help="of each kind of text, at most 8")
-    parser.add_argument("--samples", type=int, default=6, help="texts with four needles each")
+    parser.add_argument("--serving", type=int, default=2, help="of these, compared as serving does too, token by token: slow (2)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens read, at most 4096 (2048)")
+    parser.add_argument("--samples", type=int, default=16, help="texts with needles")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="print the tables of what is there, and measure nothing")
+    parser.add_argument("--results", metavar="F", help="write them to F.md and F.csv")
     options = parser.parse_args()
-    if not options.table and options.model is None:
-        parser.error("-m MODEL is missing")
     if not options.table:
         measure(options)
-    print_kld(pathlib.Path(options.output))
-    print_presets(pathlib.Path(options.output))
-    print_needles(pathlib.Path(options.output))
+    folder = pathlib.Path(options.output)
+    lines = kld_table(folder, options.context) + needles_table(folder) + presets_table(folder) + comparisons(folder)
+    print("\n".join(lines))
+    if options.results:
+        write_results(options, lines)
 
 
 if __name__ == "__main__":
