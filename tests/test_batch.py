@@ -97,7 +97,7 @@ def test_around_the_context(model, tmp_path):
     """Row 24: refused with both lengths where nothing is evicted; else read, and the line and the summary tell what was let go."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lengths = (1023, 1024, 1025, 2048)
-    source.write_text("\n".join(json.dumps({"id": n, "prompt": [5 + i % 7 for i in range(n)]}) for n in lengths))
+    source.write_text("\n".join(json.dumps({"id": n, "prompt": [5 + (i + n) % 7 for i in range(n)]}) for n in lengths))
     batch(model, source, target)
     for n, line in zip(lengths, sorted(lines(target).values(), key=lambda row: row["line"])):
         assert "eviction" not in line and (line.get("error") is None) == (n <= 1024), line
