@@ -50,7 +50,7 @@ static bool names_servers(const dt_shared_options *o) {
 static void forward(int signal_number) {
     asked_to_end = signal_number;
     if (child > 0) {
-        kill((pid_t)child, signal_number);
+        kill((pid_t)child, dt_run_passed(signal_number));
     }
 }
 

@@ -15,20 +15,43 @@
 
 volatile sig_atomic_t dt_interrupted;
 
-static pid_t only_from; /* 0: anybody */
+static pid_t only_from;              /* 0: anybody */
+static volatile sig_atomic_t counts; /* dt_run_signals was called */
 
-void dt_run_signals_from(pid_t parent) { only_from = parent; }
-
-static void on_interrupt(int signal_number, siginfo_t *info, void *context) {
-    (void)context;
-    if (only_from != 0 && info->si_pid != only_from) {
-        return;
-    }
+static void interrupt(int signal_number) {
     if (dt_interrupted) {
         dt_report_abandon_bar();
         _exit(128 + signal_number);
     }
     dt_interrupted = signal_number;
+}
+
+static void on_interrupt(int signal_number) {
+    if (only_from == 0) {
+        interrupt(signal_number);
+    }
+}
+
+static void on_passed(int signal_number, siginfo_t *info, void *context) {
+    (void)context;
+    const int passed = signal_number == SIGUSR1 ? SIGINT : SIGTERM;
+    if (info->si_pid == only_from && counts) {
+        interrupt(passed);
+    } else if (info->si_pid == only_from) {
+        signal(passed, SIG_DFL);
+        raise(passed);
+    }
+}
+
+int dt_run_passed(int signal_number) { return signal_number == SIGINT ? SIGUSR1 : SIGUSR2; }
+
+void dt_run_signals_from(pid_t parent) {
+    struct sigaction action = {.sa_flags = SA_SIGINFO};
+    only_from = parent;
+    action.sa_sigaction = on_passed;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGUSR1, &action, NULL);
+    sigaction(SIGUSR2, &action, NULL);
 }
 
 void dt_run_signals(void) {
@@ -39,8 +62,8 @@ void dt_run_signals(void) {
     if (descriptor > STDERR_FILENO) {
         close(descriptor);
     }
-    struct sigaction action = {.sa_flags = SA_SIGINFO}; /* no SA_RESTART: it ends a wait for input too */
-    action.sa_sigaction = on_interrupt;
+    counts = 1;
+    struct sigaction action = {.sa_handler = on_interrupt}; /* no SA_RESTART: it ends a wait for input too */
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
@@ -48,7 +71,6 @@ void dt_run_signals(void) {
     if (sigaction(SIGHUP, NULL, &hang_up) == 0 && hang_up.sa_handler != SIG_IGN) { /* ignored: nohup */
         sigaction(SIGHUP, &action, NULL);
     }
-    action.sa_flags = 0;
     action.sa_handler = SIG_IGN;
     sigaction(SIGPIPE, &action, NULL);
     sigaction(SIGXFSZ, &action, NULL); /* a file beyond the limit is an error of write */

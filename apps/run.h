@@ -18,8 +18,11 @@
 extern volatile sig_atomic_t dt_interrupted;
 /* Signals as above, no death by a closed pipe, and descriptors 0 to 2 are never reused for files. */
 void dt_run_signals(void);
-/* From now on only the signals that this process, the parent, sends count: it hears of them too, and passes each on. */
+/* From now on only what this process, the parent, passes on counts: it hears of the signals too. */
 void dt_run_signals_from(pid_t parent);
+/* The signal by which a parent passes one on. Another one: the kernel drops a signal of which one is still waiting, and then nobody
+ * could tell whose was lost. */
+int dt_run_passed(int signal_number);
 /* What caches may take where nobody says: half of the machine's memory, in bytes. */
 uint64_t dt_half_of_memory(void);
 
