@@ -30,9 +30,9 @@ static bool should_abort(void *user) {
     }
     s->progress_last_us = now;
     group->in_callback = true;
-    const bool goes_on = s->progress(s->progress_done, s->progress_total, s->progress_user);
+    const bool wanted = s->progress(s->progress_done, s->progress_total, s->progress_user);
     group->in_callback = false;
-    return !goes_on;
+    return !wanted;
 }
 
 static dt_status group_new(const dt_model *model, const dt_group_params *params, bool is_private, dt_group **out, dt_error *error) {

@@ -195,7 +195,7 @@ static bool find_rows(const dt_device_layer *layer, int32_t lane, const int32_t 
 }
 
 /* All lanes' rows below each other. */
-static struct ggml_tensor *all_rows(const side_graph *s, struct ggml_tensor *t) {
+static struct ggml_tensor *every_row(const side_graph *s, struct ggml_tensor *t) {
     return ggml_reshape_2d(s->ctx, t, t->ne[0], t->ne[1] * t->ne[2]);
 }
 
@@ -222,8 +222,8 @@ bool dt_device_gather(dt_kv_home *home, int32_t layer_index, int32_t lane, const
             rows[i] = (int32_t)at[i];
         }
         struct ggml_tensor *from = side_input(&s, GGML_TYPE_I32, n, 1, 1, 1);
-        struct ggml_tensor *k = ggml_get_rows(s.ctx, all_rows(&s, layer->k), from);
-        struct ggml_tensor *v = ggml_get_rows(s.ctx, all_rows(&s, layer->v), from);
+        struct ggml_tensor *k = ggml_get_rows(s.ctx, every_row(&s, layer->k), from);
+        struct ggml_tensor *v = ggml_get_rows(s.ctx, every_row(&s, layer->v), from);
         ggml_set_output(k);
         ggml_set_output(v);
         ggml_build_forward_expand(s.cgraph, k);
@@ -263,8 +263,8 @@ bool dt_device_scatter(dt_kv_home *home, int32_t layer_index, int32_t lane, cons
         struct ggml_tensor *to = side_input(&s, GGML_TYPE_I64, n, 1, 1, 1);
         struct ggml_tensor *k = side_input(&s, GGML_TYPE_F32, layer->dim_k, n, 1, 1);
         struct ggml_tensor *v = side_input(&s, GGML_TYPE_F32, layer->dim_v, n, 1, 1);
-        ggml_build_forward_expand(s.cgraph, ggml_set_rows(s.ctx, all_rows(&s, layer->k), k, to));
-        ggml_build_forward_expand(s.cgraph, ggml_set_rows(s.ctx, all_rows(&s, layer->v), v, to));
+        ggml_build_forward_expand(s.cgraph, ggml_set_rows(s.ctx, every_row(&s, layer->k), k, to));
+        ggml_build_forward_expand(s.cgraph, ggml_set_rows(s.ctx, every_row(&s, layer->v), v, to));
         done = side_allocate(cache, &s, layer->device) && dt_ggml_set(to, rows, 0, ggml_nbytes(to)) &&
                dt_ggml_set(k, numbers, 0, ggml_nbytes(k)) && dt_ggml_set(v, numbers + n_keys, 0, ggml_nbytes(v)) &&
                dt_ggml_compute(cache->backends[layer->device], s.cgraph) == GGML_STATUS_SUCCESS;

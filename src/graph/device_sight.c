@@ -169,10 +169,11 @@ static dt_status see_lane(dt_device_cache *cache, const dt_kv *kv, const dt_devi
         return DT_OK;
     }
     const size_t bytes = 2 * (size_t)view.n_entries * sizeof(int32_t);
-    int32_t *positions = dt_device_reserve(cache, &cache->positions, bytes), *seen = positions + view.n_entries, column;
+    int32_t *positions = dt_device_reserve(cache, &cache->positions, bytes), column;
     if (positions == NULL) {
         return dt_fail_memory(error, bytes, "a mask");
     }
+    int32_t *seen = positions + view.n_entries;
     dt_kv_positions(kv, layer, lane, positions);
     out->positions = positions;
     if (sight->focus_from > 0) {

@@ -584,7 +584,7 @@ static dt_status prepare(dt_graph *g, const dt_sequence *sequences, int32_t n_se
     if (!dt_plan_fits(*out, &params)) {
         status = dt_plan_build(*out, &params, error);
     }
-    const size_t n_peaks = params.n_elsewhere > 0 ? (size_t)elsewhere[0].shape->n_peaks : 0;
+    const size_t n_peaks = params.n_elsewhere > 0 ? (size_t)params.elsewhere[0].shape->n_peaks : 0;
     return status == DT_OK ? prepare_jobs(g, *out, sequences, n_sequences, n_peaks, error) : status;
 }
 
