@@ -221,23 +221,6 @@ static char *predict_config(const dt_model *model) {
     return text;
 }
 
-static void assert_same_kept(const dt_session *a, const dt_session *b) {
-    const dt_model_info *info = dt_model_get_info(dt_session_model(a));
-    for (int32_t layer = 0; layer < info->n_layers; layer++) {
-        for (int32_t head = 0; head < info->n_kv_heads[layer]; head++) {
-            int32_t *kept_a, *kept_b;
-            size_t n_a, n_b;
-            dt_error error = {0};
-            assert_int_equal(dt_session_kept_positions(a, layer, head, &kept_a, &n_a, &error), DT_OK);
-            assert_int_equal(dt_session_kept_positions(b, layer, head, &kept_b, &n_b, &error), DT_OK);
-            assert_int_equal(n_a, n_b);
-            assert_memory_equal(kept_a, kept_b, n_a * sizeof *kept_a);
-            dt_free(kept_a);
-            dt_free(kept_b);
-        }
-    }
-}
-
 /* Where the kernels of the CPU have seen the last queries only, as a device does, both keep the same tokens. */
 static void test_same_decisions(void **state) {
     (void)state;

@@ -77,23 +77,6 @@ static void assert_same(const float *a, const float *b, size_t n, bool bits) {
     }
 }
 
-static void assert_same_kept(const fixture *f, const dt_session *a, const dt_session *b) {
-    const dt_model_info *info = dt_model_get_info(f->model);
-    dt_error error = {0};
-    for (int32_t layer = 0; layer < info->n_layers; layer++) {
-        for (int32_t head = 0; head < info->n_kv_heads[layer]; head++) {
-            int32_t *kept_a, *kept_b;
-            size_t n_a, n_b;
-            assert_int_equal(dt_session_kept_positions(a, layer, head, &kept_a, &n_a, &error), DT_OK);
-            assert_int_equal(dt_session_kept_positions(b, layer, head, &kept_b, &n_b, &error), DT_OK);
-            assert_int_equal(n_a, n_b);
-            assert_memory_equal(kept_a, kept_b, n_a * sizeof *kept_a);
-            dt_free(kept_a);
-            dt_free(kept_b);
-        }
-    }
-}
-
 /* ---- a session alone, and the same one in a group ---- */
 
 typedef struct role {
@@ -181,7 +164,7 @@ static void run_together(const fixture *f, dt_group *group, role *roles, int32_t
             if (is_done(of[i])) {
                 check_step(f, of[i], &(dt_step){.n = 0});
                 if (SAME_BITS) {
-                    assert_same_kept(f, of[i]->alone, of[i]->together);
+                    assert_same_kept(of[i]->alone, of[i]->together);
                 }
                 dt_session_stats a, b;
                 dt_session_get_stats(of[i]->alone, &a);
@@ -320,7 +303,7 @@ static void test_a_prompt_given_up(void **state) {
         sync_tokens(same, f->tokens, 16);
         sync_tokens(same, f->tokens, 200);
         assert_same(dt_session_logits(s), dt_session_logits(same), f->n_vocab, SAME_BITS);
-        assert_same_kept(f, s, same);
+        assert_same_kept(s, same);
         dt_session_free(s);
         dt_session_free(same);
     }

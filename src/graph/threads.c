@@ -52,11 +52,12 @@ enum ggml_status dt_threads_compute(dt_threads *t, struct ggml_cgraph *cgraph, i
     }
     n = DT_MIN(n, t->n_pool);
     t->set_n_threads(t->cpu, n);
+    if (!small) {
+        return dt_ggml_compute(t->cpu, cgraph);
+    }
     const int64_t began = dt_clock_us(), ran = dt_process_us();
     const enum ggml_status status = dt_ggml_compute(t->cpu, cgraph);
-    if (small) {
-        const int64_t ended = dt_clock_us();
-        dt_pace_took(&t->pace, n, ended, ended - began, dt_process_us() - ran);
-    }
+    const int64_t ended = dt_clock_us();
+    dt_pace_took(&t->pace, n, ended, ended - began, dt_process_us() - ran);
     return status;
 }

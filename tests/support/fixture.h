@@ -27,6 +27,8 @@ dt_eviction *eviction_from_json(const dt_model *model, const char *json);
 /* dt_session_sync that must succeed; returns the result. */
 dt_sync_result sync_tokens(dt_session *session, const int32_t *tokens, size_t n);
 void append_token(dt_session *session, int32_t token);
+/* Both keep the same positions in every lane. */
+void assert_same_kept(const dt_session *a, const dt_session *b);
 /* Greedy continuation by n tokens, each computed; the structure is checked after every step. */
 void greedy(dt_session *session, int32_t n_vocab, int32_t *out, int32_t n);
 /* Hides every entry of a full cache whose position the same lane of `evicted` no longer has: what the scalar reference computes
