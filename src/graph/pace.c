@@ -3,40 +3,53 @@
  */
 #include "graph/pace.h"
 
-#define WINDOW_US 50000 /* steps are looked at together for so long: a few of the kernel's time slices */
-#define TRIAL_US 20000  /* a trial is over sooner, since it may be slow */
-#define HOLD_US 500000  /* fewer threads for so long at first, twice as long after every trial that failed */
+#define WINDOW_US 80000     /* steps are looked at together for so long: many of the kernel's ticks */
+#define LONGEST_GAP_US 5000 /* between two of them: what else the program did is not counted */
+#define HOLD_US 500000      /* fewer threads for so long at first, twice as long after every trial that failed */
 #define LONGEST_US 8000000
-#define ALMOST 0.25 /* of a core: what interrupts and short-lived programs take */
 
 void dt_pace_start(dt_pace *pace, int32_t n_most) { *pace = (dt_pace){.n_most = n_most, .n_now = n_most, .hold_us = HOLD_US}; }
-
-static void forget_steps(dt_pace *pace) { pace->wall_us = pace->threads_us = pace->cpu_us = 0; }
 
 int32_t dt_pace_threads(dt_pace *pace, int64_t now_us) {
     if (pace->n_now < pace->n_most && now_us >= pace->until_us) {
         pace->n_now = pace->n_most;
         pace->trial = true;
-        forget_steps(pace);
+        pace->is_open = false;
     }
     return pace->n_now;
 }
 
-void dt_pace_took(dt_pace *pace, int32_t n, int64_t now_us, int64_t wall_us, int64_t cpu_us) {
-    pace->wall_us += wall_us;
-    pace->threads_us += wall_us * n;
-    pace->cpu_us += DT_MIN(cpu_us, wall_us * n); /* other threads of the process may have run too */
-    if (pace->wall_us < (pace->trial ? TRIAL_US : WINDOW_US)) {
+static void open_window(dt_pace *pace, int64_t now_us, int64_t cpu_us) {
+    pace->is_open = true;
+    pace->from_us = now_us;
+    pace->from_cpu_us = cpu_us;
+    pace->threads_us = 0;
+}
+
+/* Cores that may be missing without anybody having taken them: the kernel counts the time of a thread that runs elsewhere at its ticks
+ * only, up to 10 ms apart, and interrupts and short-lived programs take some. */
+static double tolerance(int32_t n) { return 0.25 + 0.02 * n; }
+
+void dt_pace_took(dt_pace *pace, int32_t n, int64_t began_us, int64_t ended_us, int64_t cpu_us) {
+    const bool follows = pace->is_open && began_us - pace->last_us <= LONGEST_GAP_US;
+    pace->last_us = ended_us;
+    if (!follows) {
+        open_window(pace, ended_us, cpu_us);
         return;
     }
-    const double asked = (double)pace->threads_us / (double)pace->wall_us, got = (double)pace->cpu_us / (double)pace->wall_us;
-    if (got + ALMOST < asked && pace->n_now > 1) {
+    pace->threads_us += (ended_us - began_us) * n;
+    const int64_t wall_us = ended_us - pace->from_us;
+    if (wall_us < WINDOW_US) {
+        return;
+    }
+    const double asked = (double)pace->threads_us / (double)wall_us, got = (double)(cpu_us - pace->from_cpu_us) / (double)wall_us;
+    if (got + tolerance(pace->n_now) < asked && pace->n_now > 1) {
         pace->hold_us = pace->trial ? DT_MIN(2 * pace->hold_us, LONGEST_US) : pace->hold_us;
-        pace->n_now = DT_MIN(pace->n_now, DT_MAX(1, (int32_t)(got + ALMOST)));
-        pace->until_us = now_us + pace->hold_us;
+        pace->n_now = DT_MIN(pace->n_now - 1, DT_MAX(1, (int32_t)(got + tolerance(pace->n_now))));
+        pace->until_us = ended_us + pace->hold_us;
     } else if (pace->n_now == pace->n_most) {
         pace->hold_us = HOLD_US;
     }
     pace->trial = false;
-    forget_steps(pace);
+    open_window(pace, ended_us, cpu_us);
 }

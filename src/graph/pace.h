@@ -13,16 +13,19 @@
 #include "base/base.h"
 
 typedef struct dt_pace {
-    int32_t n_most, n_now;               /* threads: asked for by the user, taken now */
-    bool trial;                          /* all are being tried again */
-    int64_t wall_us, threads_us, cpu_us; /* of the steps since it was last looked at: time, time x threads, what they got */
-    int64_t until_us, hold_us;           /* n_now < n_most: until then; for so long */
+    int32_t n_most, n_now;        /* threads: asked for by the user, taken now */
+    bool trial;                   /* all are being tried again */
+    bool is_open;                 /* the window in which steps are looked at together, */
+    int64_t from_us, from_cpu_us; /* the clocks at its beginning, */
+    int64_t threads_us, last_us;  /* the time of its steps x their threads, and when the last of all steps ended */
+    int64_t until_us, hold_us;    /* n_now < n_most: until then; for so long */
 } dt_pace;
 
 void dt_pace_start(dt_pace *pace, int32_t n_most);
 /* Threads for a step that begins at now_us, at most. */
 int32_t dt_pace_threads(dt_pace *pace, int64_t now_us);
-/* A step with n threads has ended: it took wall_us, in which they ran for cpu_us together. */
-void dt_pace_took(dt_pace *pace, int32_t n, int64_t now_us, int64_t wall_us, int64_t cpu_us);
+/* A step with n threads has ended. cpu_us: for how long the process's threads had run by then, since it was started: differences over
+ * single steps say little (tolerance in pace.c). */
+void dt_pace_took(dt_pace *pace, int32_t n, int64_t began_us, int64_t ended_us, int64_t cpu_us);
 
 #endif

@@ -55,9 +55,8 @@ enum ggml_status dt_threads_compute(dt_threads *t, struct ggml_cgraph *cgraph, i
     if (!small) {
         return dt_ggml_compute(t->cpu, cgraph);
     }
-    const int64_t began = dt_clock_us(), ran = dt_process_us();
+    const int64_t began = dt_clock_us();
     const enum ggml_status status = dt_ggml_compute(t->cpu, cgraph);
-    const int64_t ended = dt_clock_us();
-    dt_pace_took(&t->pace, n, ended, ended - began, dt_process_us() - ran);
+    dt_pace_took(&t->pace, n, began, dt_clock_us(), dt_process_us());
     return status;
 }
