@@ -30,15 +30,67 @@ static dt_status fail(dt_error *error, dt_status code, const char *format, ...) 
 
 static dt_status no_memory(dt_error *error) { return fail(error, DT_ERR_MEMORY, "out of memory for the jobs"); }
 
+/* ---- lines -------------------------------------------------------------------------------------- */
+
+static const char too_long[] = "it is too long", no_room[] = "memory is short";
+
+typedef struct lines {
+    FILE *file;
+    char *line; /* the last one read, without its end; free() */
+    size_t capacity;
+    const char *why; /* it is not there whole: too_long or no_room; NULL: it is */
+    bool has_end;    /* false: the file ended in it */
+} lines;
+
+/* Makes room for one more byte of the line. */
+static bool grow_line(lines *l, size_t n) {
+    if (n < l->capacity) {
+        return true;
+    }
+    const size_t capacity = l->capacity > 0 ? 2 * l->capacity : 4096;
+    char *grown = realloc(l->line, capacity);
+    if (grown != NULL) {
+        l->line = grown;
+        l->capacity = capacity;
+    }
+    return grown != NULL;
+}
+
+/* Reads a line; returns its bytes, -1 at the end of the file. What is beyond ROW_BYTES_MAX, or what memory has no room for, is read
+ * over, and l->why says so. Not getline, which takes as much memory as a file without line ends has bytes, and where there is none
+ * ends the file. */
+static ssize_t read_line(lines *l) {
+    size_t n = 0;
+    int c;
+    l->why = NULL;
+    while ((c = getc_unlocked(l->file)) != EOF && c != '\n') {
+        if (l->why == NULL && n == ROW_BYTES_MAX) {
+            l->why = too_long;
+        } else if (l->why == NULL && !grow_line(l, n)) {
+            l->why = no_room;
+        }
+        if (l->why == NULL) {
+            l->line[n] = (char)c;
+        }
+        n++;
+    }
+    l->has_end = c != EOF;
+    if (c == EOF && n == 0) {
+        return -1;
+    }
+    while (l->why == NULL && n > 0 && l->line[n - 1] == '\r') {
+        n--;
+    }
+    return (ssize_t)n;
+}
+
 /* ---- input -------------------------------------------------------------------------------------- */
 
 struct dt_batch_input {
     const char *path, *each;
     bool chat;
     int64_t n_rows, number;
-    FILE *file; /* NULL: a folder */
-    char *line;
-    size_t line_capacity;
+    lines lines;  /* no file: a folder */
     char **names; /* [n_names] of the folder's files, sorted */
     size_t n_names;
     json_t *seen; /* id -> its row's number */
@@ -72,47 +124,6 @@ static dt_status list_folder(dt_batch_input *in, dt_error *error) {
     return good ? DT_OK : no_memory(error);
 }
 
-/* Makes room for one more byte of the line. */
-static bool grow_line(dt_batch_input *in, size_t n) {
-    if (n < in->line_capacity) {
-        return true;
-    }
-    const size_t capacity = in->line_capacity > 0 ? 2 * in->line_capacity : 4096;
-    char *grown = realloc(in->line, capacity);
-    if (grown != NULL) {
-        in->line = grown;
-        in->line_capacity = capacity;
-    }
-    return grown != NULL;
-}
-
-/* Reads a line without its end into in->line; -1 at the end of the file. What is beyond ROW_BYTES_MAX, or what memory has no room for,
- * is read over: *out_why then says so. Not getline, which takes as much memory as a file without line ends has bytes, and where there
- * is none ends the file. */
-static ssize_t read_line(dt_batch_input *in, const char **out_why) {
-    size_t n = 0;
-    int c;
-    *out_why = NULL;
-    while ((c = getc_unlocked(in->file)) != EOF && c != '\n') {
-        if (*out_why == NULL && n == ROW_BYTES_MAX) {
-            *out_why = "it is too long";
-        } else if (*out_why == NULL && !grow_line(in, n)) {
-            *out_why = "memory is short";
-        }
-        if (*out_why == NULL) {
-            in->line[n] = (char)c;
-        }
-        n++;
-    }
-    if (c == EOF && n == 0) {
-        return -1;
-    }
-    while (*out_why == NULL && n > 0 && in->line[n - 1] == '\r') {
-        n--;
-    }
-    return (ssize_t)n;
-}
-
 static bool is_blank(const char *text, size_t n) {
     for (size_t i = 0; i < n; i++) {
         if (strchr(" \t\r\n", text[i]) == NULL || text[i] == 0) {
@@ -123,11 +134,11 @@ static bool is_blank(const char *text, size_t n) {
 }
 
 static dt_status count_lines(dt_batch_input *in, dt_error *error) {
-    const char *why;
-    for (ssize_t n; (n = read_line(in, &why)) >= 0;) {
-        in->n_rows += why == NULL && is_blank(in->line, (size_t)n) ? 0 : 1;
+    lines *l = &in->lines;
+    for (ssize_t n; (n = read_line(l)) >= 0;) {
+        in->n_rows += l->why == NULL && is_blank(l->line, (size_t)n) ? 0 : 1;
     }
-    if (ferror(in->file) || fseek(in->file, 0, SEEK_SET) != 0) {
+    if (ferror(l->file) || fseek(l->file, 0, SEEK_SET) != 0) {
         return fail(error, DT_ERR_IO, "%s can't be read twice: %s; give a regular file", in->path, strerror(errno));
     }
     return DT_OK;
@@ -152,7 +163,7 @@ dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_
     dt_status status;
     if (each != NULL) {
         status = list_folder(in, error);
-    } else if ((in->file = fopen(path, "rb")) == NULL) {
+    } else if ((in->lines.file = fopen(path, "rb")) == NULL) {
         status = fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
     } else {
         status = count_lines(in, error);
@@ -169,14 +180,14 @@ void dt_batch_input_close(dt_batch_input *in) {
     if (in == NULL) {
         return;
     }
-    if (in->file != NULL) {
-        fclose(in->file);
+    if (in->lines.file != NULL) {
+        fclose(in->lines.file);
     }
     for (size_t i = 0; i < in->n_names; i++) {
         free(in->names[i]);
     }
     free(in->names);
-    free(in->line);
+    free(in->lines.line);
     json_decref(in->seen);
     free(in);
 }
@@ -253,17 +264,17 @@ static void parse_line(dt_batch_input *in, const char *line, size_t n, dt_batch_
 }
 
 static bool next_line(dt_batch_input *in, dt_batch_row *row) {
-    const char *why;
-    for (ssize_t n; (n = read_line(in, &why)) >= 0;) {
+    lines *l = &in->lines;
+    for (ssize_t n; (n = read_line(l)) >= 0;) {
         in->number++;
-        if (why == NULL && is_blank(in->line, (size_t)n)) {
+        if (l->why == NULL && is_blank(l->line, (size_t)n)) {
             continue;
         }
         *row = (dt_batch_row){.number = in->number};
-        if (why != NULL) {
-            refuse(row, "the row has %zd bytes, and %s; at most %zu are taken", n, why, ROW_BYTES_MAX);
+        if (l->why != NULL) {
+            refuse(row, "the row has %zd bytes, and %s; at most %zu are taken", n, l->why, ROW_BYTES_MAX);
         } else {
-            parse_line(in, in->line, (size_t)n, row);
+            parse_line(in, l->line, (size_t)n, row);
         }
         return true;
     }
@@ -329,7 +340,7 @@ static bool next_file(dt_batch_input *in, dt_batch_row *row) {
 }
 
 bool dt_batch_input_next(dt_batch_input *in, dt_batch_row *out) {
-    return in->file != NULL ? next_line(in, out) : next_file(in, out);
+    return in->lines.file != NULL ? next_line(in, out) : next_file(in, out);
 }
 
 void dt_batch_row_free(dt_batch_row *row) {
@@ -354,42 +365,48 @@ static const json_t *id_of(const json_t *line) {
     return id != NULL ? id : json_object_get(line, "id");
 }
 
+/* What a killed run left of a line that it was writing: at least it begins like one and does not end like one. */
+static bool is_cut(const lines *l, size_t n) { return !l->has_end && l->why == NULL && memcmp(l->line, "{\"", n < 2 ? n : 2) == 0; }
+
+/* Takes in a line that an earlier run wrote. */
+static dt_status take_done(dt_batch_output *o, const json_t *object, dt_error *error) {
+    char key[32];
+    const json_t *id = id_of(object), *wrong = json_object_get(object, "error");
+    const char *settings = json_string_value(json_object_get(object, "settings"));
+    snprintf(key, sizeof key, "%lld", (long long)json_integer_value(json_object_get(object, "line")));
+    o->n_failed += wrong != NULL && !json_is_null(wrong);
+    o->settings_differ = o->settings_differ || (settings != NULL && strcmp(settings, o->settings) != 0);
+    /* not known to be done, it would be written twice */
+    return json_object_set_new(o->done, key, id != NULL ? json_deep_copy(id) : json_null()) == 0 ? DT_OK : no_memory(error);
+}
+
 /* Takes in what an earlier run wrote. *out_end: where the last whole line ends; what is behind it will be cut off, so that nothing but
- * the end of the file may end this. */
+ * a line that was cut may be there. */
 static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) {
-    FILE *file = fopen(o->path, "rb");
-    char *line = NULL, key[32];
-    size_t capacity = 0;
+    lines l = {.file = fopen(o->path, "rb")};
     dt_status status = DT_OK;
     *out_end = 0;
-    if (file == NULL) {
+    if (l.file == NULL) {
         return errno == ENOENT ? DT_OK : fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
-    for (ssize_t n; status == DT_OK && (n = getline(&line, &capacity, file)) > 0 && line[n - 1] == '\n';) {
-        json_t *object = json_loadb(line, (size_t)n, 0, NULL);
-        const json_t *number = json_object_get(object, "line");
-        if (!json_is_integer(number)) {
+    for (ssize_t n; status == DT_OK && (n = read_line(&l)) >= 0;) {
+        json_t *object = l.why == NULL && n > 0 ? json_loadb(l.line, (size_t)n, 0, NULL) : NULL;
+        if (l.why == no_room) {
+            status = no_memory(error);
+        } else if (json_is_integer(json_object_get(object, "line"))) {
+            status = l.has_end ? take_done(o, object, error) : DT_OK;
+            *out_end = l.has_end ? ftello(l.file) : *out_end;
+        } else if (object != NULL || !is_cut(&l, (size_t)n)) {
             status =
                 fail(error, DT_ERR_ARGUMENT, "%s is there already and holds something else; name another file with -o", o->path);
-        } else {
-            snprintf(key, sizeof key, "%lld", (long long)json_integer_value(number));
-            const json_t *id = id_of(object);
-            if (json_object_set_new(o->done, key, id != NULL ? json_deep_copy(id) : json_null()) != 0) {
-                status = no_memory(error); /* not known to be done, it would be written twice */
-            }
-            const char *settings = json_string_value(json_object_get(object, "settings"));
-            const json_t *wrong = json_object_get(object, "error");
-            o->n_failed += wrong != NULL && !json_is_null(wrong);
-            o->settings_differ = o->settings_differ || (settings != NULL && strcmp(settings, o->settings) != 0);
-            *out_end += n;
         }
         json_decref(object);
     }
-    if (status == DT_OK && !feof(file)) {
+    if (status == DT_OK && ferror(l.file)) {
         status = fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
-    free(line);
-    fclose(file);
+    free(l.line);
+    fclose(l.file);
     return status;
 }
 

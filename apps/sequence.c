@@ -5,6 +5,7 @@
 #include "sequence.h"
 #include "tlc_json.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -162,21 +163,36 @@ static dt_status branch_choices(dt_scheduler *s, const dt_sequence *q, dt_error 
     return status;
 }
 
+/* Tokens of the conversation that the cache lacks, summed over layers, mean of lanes: also those that went in an earlier turn, or in a
+ * beginning that it shares with others. */
+static int64_t n_lacking(const dt_session *session, int32_t n_tokens) {
+    dt_layer_stats layer;
+    double n = 0;
+    for (int32_t i = 0; dt_session_get_layer_stats(session, i, &layer) == DT_OK; i++) {
+        n += strcmp(layer.policy, "none") != 0 ? n_tokens - layer.mean_length : 0;
+    }
+    return llround(n);
+}
+
 /* Rounds that the last step brought. */
 static void note_rounds(dt_scheduler *s, dt_sequence *q) {
     dt_session_stats stats;
     dt_session_get_stats(q->session, &stats);
     dt_conversations_note_step(s->conversations, q->conversation);
+    const int64_t lacking = n_lacking(q->session, stats.n_tokens);
     const int64_t rounds = stats.eviction_rounds - q->n_rounds, evicted = stats.evicted_tokens - q->n_evicted;
     if (rounds > 0) {
         pthread_mutex_lock(&s->lock);
         s->stats.eviction_rounds += rounds;
         s->stats.evicted_tokens += evicted;
         pthread_mutex_unlock(&s->lock);
+    }
+    if (lacking != q->n_lacking) {
         pthread_mutex_lock(&q->job->lock);
-        q->job->evicted_tokens += evicted;
+        q->job->evicted_tokens += lacking - q->n_lacking;
         pthread_mutex_unlock(&q->job->lock);
     }
+    q->n_lacking = lacking;
     q->n_rounds = stats.eviction_rounds;
     q->n_evicted = stats.evicted_tokens;
 }

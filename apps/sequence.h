@@ -17,7 +17,7 @@ typedef struct dt_sequence { /* a reply in the making */
     int32_t token; /* sampled, not computed yet */
     float probability;
     int32_t n_batch, n_ctx;
-    int64_t n_rounds, n_evicted; /* already counted */
+    int64_t n_rounds, n_evicted, n_lacking; /* already counted */
     int64_t last_tlc_us, tlc_rounds;
     bool over;
 } dt_sequence;

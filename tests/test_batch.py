@@ -174,6 +174,36 @@ def test_folder(model, tmp_path):
     assert shared >= 6 * 60, log
 
 
+def test_what_went_in_a_shared_beginning(model, tmp_path):
+    """Rows that share a long instruction say what their conversation lacks, whichever of them read it."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(5):
+        (folder / f"{i}.txt").write_text(f"Text {i}.")
+    log = batch(model, folder, tmp_path / "out.jsonl", "--each", WORDS * 6 + "{text}", "--cache-eviction", "--max-cache-size", "120",
+                "--min-cache-size", "100")
+    assert int(log.split("tokens read (")[1].split()[0]) > 4 * 300, log
+    for row in lines(tmp_path / "out.jsonl").values():
+        n_tokens = row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] - 1
+        assert 2 * (n_tokens - 120) <= row["eviction"]["evicted_tokens"] <= 2 * (n_tokens - 99), row
+
+
+def test_results_that_are_none(model, tmp_path):
+    """A file that holds something else stays as it is, with or without a line's end, on one line or on many."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"id": 1, "prompt": "Hello"}))
+    for text in ("notes", "notes\n", '{"a": 1}', '{"a": 1}\n', '{\n  "a": 1\n}\n', "\n", "x" * (65 << 20), "[]"):
+        target.write_text(text)
+        assert "holds something else" in batch(model, source, target, code=2)
+        assert target.read_text() == text
+    batch(model, source, tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_text()
+    for n in (0, 1, 2, 20, len(whole) - 1):
+        target.write_text(whole[:n])
+        batch(model, source, target)
+        assert target.read_text() == whole
+
+
 def test_files_that_ray_batch_refuses(model, tmp_path):
     """In a sentence, before Ray (which an empty module stands for) is started."""
     program = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python", "cluster", "ray_batch.py")
