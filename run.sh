@@ -169,7 +169,7 @@ fi
 build
 if [ $want_test = 1 ]; then
     say "running the tests"
-    (cd build && ctest --output-on-failure) || fail "tests failed; one alone: build/tests/NAME, or: cd build && ctest -R NAME -V"
+    (cd build && ctest --output-on-failure -j "$jobs") || fail "tests failed; one alone: build/tests/NAME, or: cd build && ctest -R NAME -V"
 fi
 if [ -f "$model" ]; then
     say "main job: ./main -m $model -f examples/genesis.txt -n 128 --temp 0 --cache-eviction"

@@ -3,8 +3,8 @@
 #
 #   bash tests/sanitize.sh [address,undefined | thread] [PATTERN]     both trees unless named; PATTERN: of ctest -R
 #
-# Trees: build-address and build-thread. An hour on two cores each: pieces can be had with PATTERN, and of the Python tests, which
-# are together the test end_to_end, with PYTEST_ADDOPTS, such as PYTEST_ADDOPTS="-k server". Needs what bash run.sh --test needs.
+# Trees: build-address and build-thread. An hour on two cores each: pieces can be had with PATTERN, such as "end_to_end_server". Needs
+# what bash run.sh --test needs.
 # ggml and libllama are built without sanitizers. Should they make noise: a suppression file in tests/support, with the reason.
 set -u
 cd "$(dirname "$0")/.."

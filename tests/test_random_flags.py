@@ -1,0 +1,82 @@
+"""./main and ./deeptutor-batch with flags drawn at random from their own help, and values drawn from what people and scripts give.
+
+Invariant of every check: the program ends by itself with 0, 1 or 2, says on stderr why where it is not 0, prints nothing on stdout
+where the usage was wrong, and leaves the model and the texts as they were. DT_TEST_FLAGS: more runs than the few.
+"""
+import json
+import os
+import random
+import re
+import subprocess
+
+import pytest
+
+from server_support import BATCH, MAIN, MAKE_MODEL, make_tiny
+
+pytestmark = pytest.mark.skipif(not all(os.access(p, os.X_OK) for p in (MAIN, BATCH, MAKE_MODEL)), reason="a program is not named")
+
+RUNS = int(os.environ.get("DT_TEST_FLAGS", "40"))  # of each program
+TEXT = "Once upon a time there was a cache.\n" * 12
+CONFIG = {"0-": {"policy": "importance_score", "max_cache_size": 64, "min_cache_size": 32, "recent_window": 8}}
+NUMBERS = ["0", "-1", "1", "2", "7", "64", "1000", "2147483647", "-2147483648", "99999999999", "1e3", "x", "", " 3"]
+VALUES = {
+    "N": NUMBERS,
+    "X": ["0", "0.5", "1", "-1", "nan", "inf", "1e9", "x", ""],
+    "SIZE": ["0", "1", "1K", "64K", "1M", "1G", "-1", "99999999T", "1.5G", "x", ""],
+    "S": ["", "hello", "\\n\\xff", "ü", "root ::= [a-z]+", "root ::= root", "{}", '{"type": "integer"}', '{"type": 1}', "{text}"],
+    "F": ["text", "missing", "no/folder/file", ".", "empty", "config", "broken", "/dev/null", "", "name with spaces"],
+    "NAME": ["cpu", "list", "cuda", "vulkan", "rpc=127.0.0.1:1", "rpc=", "chatml", "llama3", "{{ messages[0].content }}", "{% if %}", ""],
+    "N0,N1,...": ["1", "1,1", "0", "-1,2", "x", ","],
+    "JOBS": [], "RESULTS": [],  # given below
+}
+
+
+def flags_of(program):
+    """(name, values; none where it takes no value) of all that the help lists."""
+    text = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    text = text.replace("|\n      ", "|")
+    found = []
+    for names, value in re.findall(r"^  (-[-\w, ]*?)(?: ([^\s-]\S*))?(?:  .*)?,?$", text, re.MULTILINE):
+        values = None if not value else value.split("|") + ["x"] if "|" in value else VALUES[value]
+        found += [(name, values) for name in names.split(", ") if name not in ("-h", "--help", "--version")]
+    assert len(found) > 40
+    return found
+
+
+def write_files(folder):
+    files = {"text": TEXT, "empty": "", "config": json.dumps(CONFIG), "broken": '{"0-": {"policy": "nobody"}}', "name with spaces": TEXT,
+             "jobs": "".join(json.dumps({"id": i, "prompt": TEXT[:50 * i]}) + "\n" for i in range(4))}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def draw(chance, flags):
+    given = []
+    for name, values in chance.sample(flags, chance.randint(1, 6)):
+        given.append(name)
+        if values is not None and chance.random() < 0.98: # else its value is missing, or what follows
+            given.append(chance.choice(values or ["jobs"]))
+    return given
+
+
+@pytest.mark.parametrize("program", ["main", "batch"])
+def test_any_flags(program, tmp_path):
+    model = make_tiny(str(tmp_path / "tiny.gguf"))
+    model_bytes = (tmp_path / "tiny.gguf").read_bytes()
+    binary = {"main": MAIN, "batch": BATCH}[program]
+    flags = flags_of(binary)
+    chance = random.Random(program)
+    codes = {0: 0, 1: 0, 2: 0}
+    for i in range(RUNS):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        write_files(folder)
+        base = ["-m", model, "-f", "text"] if program == "main" else ["-m", model, "-i", "jobs", "-o", "results", "--chat-template", "chatml"]
+        command = [binary, *base, *draw(chance, flags), "-n", "8", "--log-level", "warn"]
+        result = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+        assert result.returncode in codes, (command, result)
+        assert result.returncode == 0 or result.stderr.strip(), command
+        assert result.returncode != 2 or result.stdout == b"", (command, result.stdout)
+        assert (tmp_path / "tiny.gguf").read_bytes() == model_bytes, command
+        codes[result.returncode] += 1
+    assert codes[0] >= RUNS // 20 and codes[2] >= RUNS // 20, codes
