@@ -3,7 +3,7 @@
 
 usage: python3 bench/parallel.py -m MODEL.gguf [-t 2] [-d 4096] [-n 64] [-s 8] [-r 3] [--budget 1024]
 
-Builds llama-batched-bench with its own defaults from the source that DeepTutor is built from (into build-peers/). Needs
+Builds llama-batched-bench with its own defaults from the source that DeepTutor is built from, unpatched (into build-peers/). Needs
 `bash run.sh` to have run. Each of the -s conversations holds -d tokens, then all decode -n tokens together; tokens per second are those
 of all. llama.cpp reads the text once and copies it to every conversation (-pps), which saves time and does not change decoding; it is
 measured with flash attention off and on, and its better one counts.

@@ -4,8 +4,8 @@
 usage: python3 bench/peers.py -m MODEL.gguf [-t 2] [-d 0,4096,6700] [-p 512] [-n 64] [-r 3] [--budget 1024] [--no-openvino]
                               [--no-prompt] [-o FOLDER]
 
-Builds llama-bench with its own defaults from the source that DeepTutor is built from (into build-peers/), installs OpenVINO GenAI
-from PyPI (into build-peers/venv), then runs rounds: in each, every engine measures every depth once, a fresh process each time.
+Builds llama-bench with its own defaults from the source that DeepTutor is built from, without our patches, and installs OpenVINO
+GenAI from PyPI (both into build-peers/), then runs rounds: in each, every engine measures every depth once, a fresh process each time.
 Writes FOLDER/NAME.md, .csv and .png (default FOLDER: bench/results/<processor>): medians with the lowest and highest round.
 Needs `bash run.sh` to have run. Rows: "prompt" is the speed of reading the whole prompt of that depth, "prefill" that of reading some
 more tokens on top of it, "decode" that of generating there. llama.cpp is measured with flash attention off and on; its better one
@@ -17,6 +17,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -39,20 +40,34 @@ def run(command: list, what: str) -> str:
     return done.stdout
 
 
-def build_peer(target: str) -> Path:
-    """A program of llama.cpp's."""
-    sources = sorted((ROOT / "deps/cache").glob("llama.cpp-*"), key=os.path.getctime)
-    if not sources:
-        sys.exit("the source of llama.cpp is not there; run: bash run.sh")
-    folder = PEERS / sources[-1].name
-    page = sources[-1] / "scripts/ui-assets.cmake"
-    if not page.exists():
+def peer_source() -> Path:
+    """The pinned llama.cpp as it was published, without the patches that our own build gets."""
+    version = re.search(r"DT_LLAMA_CPP_PYTHON_VERSION ([\d.]+)", (ROOT / "cmake/dt_llama.cmake").read_text(encoding="utf-8")).group(1)
+    name = f"llama_cpp_python-{version}"
+    source = PEERS / f"llama.cpp-{version}"
+    if not source.exists():
+        archive = Path(os.environ.get("DT_CACHE") or ROOT / "deps/cache") / f"{name}.tar.gz"
+        if not archive.exists():
+            sys.exit(f"{archive} is not there; run: bash run.sh")
+        unpacked = PEERS / f"{source.name}.part"
+        shutil.rmtree(unpacked, ignore_errors=True)
+        shutil.unpack_archive(archive, unpacked)
+        (unpacked / name / "vendor/llama.cpp").rename(source)
+        shutil.rmtree(unpacked)
+        page = source / "scripts/ui-assets.cmake"
         page.parent.mkdir(exist_ok=True)
         page.write_text((ROOT / "bench/peer_no_page.cmake").read_text(encoding="utf-8"), encoding="utf-8")
+    return source
+
+
+def build_peer(target: str) -> Path:
+    """A program of llama.cpp's."""
+    source = peer_source()
+    folder = PEERS / "build"
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=ON",
                "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'bench/peers.cmake'}"]
     say(f"building {target} (minutes, the first time)")
-    run(["cmake", "-S", sources[-1], "-B", folder, *options], "configuring llama.cpp")
+    run(["cmake", "-S", source, "-B", folder, *options], "configuring llama.cpp")
     run(["cmake", "--build", folder, "--target", target, "-j", os.cpu_count()], f"building {target}")
     return folder / "bin" / target
 
