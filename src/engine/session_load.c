@@ -536,7 +536,11 @@ dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *
     if (status != DT_OK) {
         return status;
     }
-    status = read_all(&r, &l);
+    do { /* for a moment there are two caches; the snapshots of the old one would go in any case */
+        dt_kv_free(l.kv);
+        l = (loaded){0};
+        status = read_all(&r, &l);
+    } while (dt_session_makes_room(session, status, error));
     if (status == DT_OK) {
         status = take_over(session, &r, &l, sampler);
     }
