@@ -544,6 +544,15 @@ void dt_shared_options_session(const dt_shared_options *o, dt_session_params *ou
     };
 }
 
+/* What it is worth: docs/quality.md, presets. */
+static void hint_at_calibration(const dt_model *model, const char *path) {
+    char *learned = dt_eviction_learned_path(path);
+    if (learned != NULL && dt_model_get_info(model)->has_tokenizer && access(learned, F_OK) != 0) {
+        dt_report(DT_LOG_INFO, "TLC: not calibrated; presets lose less once ./deeptutor-eval calibrate ran");
+    }
+    dt_free(learned);
+}
+
 dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model *model, dt_eviction **out_eviction,
                                      dt_error *error) {
     *out_eviction = NULL;
@@ -567,6 +576,9 @@ dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model 
     if (status != DT_OK) {
         dt_eviction_free(eviction);
         return status;
+    }
+    if (o->eviction_config == NULL) {
+        hint_at_calibration(model, o->model);
     }
     *out_eviction = eviction;
     return DT_OK;
