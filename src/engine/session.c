@@ -682,14 +682,24 @@ static size_t common_prefix(const dt_session *s, const int32_t *tokens, size_t n
     return same;
 }
 
+static dt_status fail_too_long(const dt_session *s, size_t n, int32_t most, dt_error *error) {
+    return dt_fail(
+        error, DT_ERR_LIMIT,
+        "%zu tokens don't fit into a context of %d (-c); shorten the text, or raise the context length where the model can "
+        "follow (it was trained with %d)",
+        n, most, s->model->info.n_ctx_train);
+}
+
 /* Takes the session back to its first `position` tokens, or to fewer: to a snapshot, or to nothing, when that part is no longer
- * whole. */
-static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *result, dt_error *error) {
+ * whole. n: tokens that it shall have. */
+static dt_status rewind_to(dt_session *s, int32_t position, size_t n, dt_sync_result *result, dt_error *error) {
     const int32_t n_before = s->n_tokens, whole_from = s->whole_from;
-    s->logits = NULL;
     result->how = DT_SYNC_REWOUND;
     const bool restored = (position < s->whole_from || dt_snapshot_is_near(s, position)) && dt_snapshot_restore(s, position);
     if (position < s->whole_from && !restored) {
+        if (s->headroom == 0 && n > (size_t)s->params.n_ctx) { /* it has moved on past the context, where it can't get again */
+            return fail_too_long(s, n, s->params.n_ctx, error);
+        }
         dt_log(
             DT_LOG_INFO,
             "session: rebuilt, 0 tokens reused: the conversation changed at token %d, before token %d, up to which the cache is no "
@@ -697,6 +707,7 @@ static dt_status rewind_to(dt_session *s, int32_t position, dt_sync_result *resu
             position, whole_from);
         dt_snapshots_drop(s, 0);
         dt_kv_clear(s->kv);
+        s->logits = NULL;
         s->n_tokens = 0;
         s->whole_from = 0;
         s->peaks_until = 0;
@@ -776,11 +787,7 @@ dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n,
         return dt_fail(error, DT_ERR_ARGUMENT, "the conversation is empty; give at least one token");
     }
     if (n > (size_t)s->max_tokens) {
-        return dt_fail(
-            error, DT_ERR_LIMIT,
-            "%zu tokens don't fit into a context of %d (-c); shorten the text, or raise the context length where the model can "
-            "follow (it was trained with %d)",
-            n, s->max_tokens, s->model->info.n_ctx_train);
+        return fail_too_long(s, n, s->max_tokens, error);
     }
     size_t keep = common_prefix(s, tokens, n);
     bool back = keep < (size_t)s->n_tokens;
@@ -791,7 +798,7 @@ dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n,
     }
     dt_status status = DT_OK;
     if (back) {
-        status = rewind_to(s, (int32_t)keep, result, error);
+        status = rewind_to(s, (int32_t)keep, n, result, error);
     } else if (keep < n) {
         result->how = DT_SYNC_EXTENDED;
         dt_log(DT_LOG_DEBUG, "session: extended by %zu tokens, %zu reused", n - keep, keep);
