@@ -5,7 +5,9 @@
 
 #define WINDOW_US 80000     /* steps are looked at together for so long: many of the kernel's ticks */
 #define LONGEST_GAP_US 5000 /* between two of them: what else the program did is not counted */
-#define HOLD_US 500000      /* fewer threads for so long at first, twice as long after every trial that failed */
+#define SHORT_WINDOWS 3     /* so many in a row mean that cores are missing: threads that woke may share one for a while */
+#define SHORT_TRIALS 2
+#define HOLD_US 500000 /* fewer threads for so long at first, twice as long after every trial that failed */
 #define LONGEST_US 8000000
 
 void dt_pace_start(dt_pace *pace, int32_t n_most) { *pace = (dt_pace){.n_most = n_most, .n_now = n_most, .hold_us = HOLD_US}; }
@@ -15,6 +17,7 @@ int32_t dt_pace_threads(dt_pace *pace, int64_t now_us) {
         pace->n_now = pace->n_most;
         pace->trial = true;
         pace->is_open = false;
+        pace->n_short = 0;
     }
     return pace->n_now;
 }
@@ -43,13 +46,16 @@ void dt_pace_took(dt_pace *pace, int32_t n, int64_t began_us, int64_t ended_us, 
         return;
     }
     const double asked = (double)pace->threads_us / (double)wall_us, got = (double)(cpu_us - pace->from_cpu_us) / (double)wall_us;
-    if (got + tolerance(pace->n_now) < asked && pace->n_now > 1) {
+    pace->n_short = pace->n_now > 1 && got + tolerance(pace->n_now) < asked ? pace->n_short + 1 : 0;
+    open_window(pace, ended_us, cpu_us);
+    if (pace->n_short == (pace->trial ? SHORT_TRIALS : SHORT_WINDOWS)) {
         pace->hold_us = pace->trial ? DT_MIN(2 * pace->hold_us, LONGEST_US) : pace->hold_us;
         pace->n_now = DT_MIN(pace->n_now - 1, DT_MAX(1, (int32_t)(got + tolerance(pace->n_now))));
         pace->until_us = ended_us + pace->hold_us;
-    } else if (pace->n_now == pace->n_most) {
-        pace->hold_us = HOLD_US;
+        pace->n_short = 0;
+        pace->trial = false;
+    } else if (pace->n_short == 0) {
+        pace->hold_us = pace->n_now == pace->n_most ? HOLD_US : pace->hold_us;
+        pace->trial = false;
     }
-    pace->trial = false;
-    open_window(pace, ended_us, cpu_us);
 }

@@ -15,6 +15,7 @@
 typedef struct dt_pace {
     int32_t n_most, n_now;        /* threads: asked for by the user, taken now */
     bool trial;                   /* all are being tried again */
+    int32_t n_short;              /* windows in a row, the last ones, in which cores were missing */
     bool is_open;                 /* the window in which steps are looked at together, */
     int64_t from_us, from_cpu_us; /* the clocks at its beginning, */
     int64_t threads_us, last_us;  /* the time of its steps x their threads, and when the last of all steps ended */
