@@ -18,16 +18,16 @@ pytestmark = pytest.mark.skipif(not all(os.access(p, os.X_OK) for p in (MAIN, BA
 RUNS = int(os.environ.get("DT_TEST_FLAGS", "40"))  # of each program
 TEXT = "Once upon a time there was a cache.\n" * 12
 CONFIG = {"0-": {"policy": "importance_score", "max_cache_size": 64, "min_cache_size": 32, "recent_window": 8}}
-NUMBERS = ["0", "-1", "1", "2", "7", "64", "1000", "2147483647", "-2147483648", "99999999999", "1e3", "x", "", " 3"]
-VALUES = {
-    "N": NUMBERS,
-    "X": ["0", "0.5", "1", "-1", "nan", "inf", "1e9", "x", ""],
-    "SIZE": ["0", "1", "1K", "64K", "1M", "1G", "-1", "99999999T", "1.5G", "x", ""],
-    "S": ["", "hello", "\\n\\xff", "ü", "root ::= [a-z]+", "root ::= root", "{}", '{"type": "integer"}', '{"type": 1}', "{text}"],
-    "F": ["text", "missing", "no/folder/file", ".", "empty", "config", "broken", "/dev/null", "", "name with spaces"],
-    "NAME": ["cpu", "list", "cuda", "vulkan", "rpc=127.0.0.1:1", "rpc=", "chatml", "llama3", "{{ messages[0].content }}", "{% if %}", ""],
-    "N0,N1,...": ["1", "1,1", "0", "-1,2", "x", ","],
-    "JOBS": [], "RESULTS": [],  # given below
+VALUES = { # what may be right, what may not
+    "N": (["0", "1", "2", "7", "64", "1000"], ["-1", "2147483647", "-2147483648", "99999999999", "1e3", "x", "", " 3"]),
+    "X": (["0", "0.5", "1"], ["-1", "nan", "inf", "1e9", "x", ""]),
+    "SIZE": (["1M", "1G", "1.5G"], ["0", "1", "1K", "64K", "-1", "99999999T", "x", ""]),
+    "S": (["hello", "root ::= [a-z]+", '{"type": "integer"}', "{text}"], ["", "\\n\\xff", "ü", "root ::= root", "{}", '{"type": 1}']),
+    "F": (["text", "config", "new", "name with spaces"], ["missing", "no/folder/file", ".", "empty", "broken", "/dev/null", ""]),
+    "NAME": (["cpu", "chatml", "llama3", "{{ messages[0].content }}"], ["list", "cuda", "rpc=127.0.0.1:1", "rpc=", "{% if %}", ""]),
+    "N0,N1,...": (["1"], ["1,1", "0", "-1,2", "x", ","]),
+    "JOBS": (["jobs"], ["text"]),
+    "RESULTS": (["results"], ["jobs", "."]),
 }
 
 
@@ -37,7 +37,7 @@ def flags_of(program):
     text = text.replace("|\n      ", "|")
     found = []
     for names, value in re.findall(r"^  (-[-\w, ]*?)(?: ([^\s-]\S*))?(?:  .*)?,?$", text, re.MULTILINE):
-        values = None if not value else value.split("|") + ["x"] if "|" in value else VALUES[value]
+        values = None if not value else (value.split("|"), ["x"]) if "|" in value else VALUES[value]
         found += [(name, values) for name in names.split(", ") if name not in ("-h", "--help", "--version")]
     assert len(found) > 40
     return found
@@ -54,8 +54,8 @@ def draw(chance, flags):
     given = []
     for name, values in chance.sample(flags, chance.randint(1, 6)):
         given.append(name)
-        if values is not None and chance.random() < 0.98: # else its value is missing, or what follows
-            given.append(chance.choice(values or ["jobs"]))
+        if values is not None and chance.random() < 0.98:  # else its value is missing, or what follows
+            given.append(chance.choice(values[chance.random() < 0.15]))
     return given
 
 
@@ -79,4 +79,4 @@ def test_any_flags(program, tmp_path):
         assert result.returncode != 2 or result.stdout == b"", (command, result.stdout)
         assert (tmp_path / "tiny.gguf").read_bytes() == model_bytes, command
         codes[result.returncode] += 1
-    assert codes[0] >= RUNS // 20 and codes[2] >= RUNS // 20, codes
+    assert codes[0] >= RUNS // 10 and codes[2] >= RUNS // 10, codes
