@@ -176,11 +176,12 @@ static dt_status prepare_prompts(ab_run *r, dt_error *error) {
             snprintf(what, sizeof what,
                      "its %zu tokens and the %lld to come exceed the context of %lld; give a smaller -n, or --skip-long", p->n,
                      (long long)to_come, (long long)room);
-            if (p->n == 0 || !o->skip_long) {
-                return bad_line(r->e, p->line, error, p->n == 0 ? "has no tokens" : what);
-            }
+            const prompt left_out = *p;
             dt_free(p->tokens);
             *p = (prompt){0};
+            if (left_out.n == 0 || !o->skip_long) {
+                return bad_line(r->e, left_out.line, error, left_out.n == 0 ? "has no tokens" : what);
+            }
             r->n_left_out++;
             continue;
         }

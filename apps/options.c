@@ -548,7 +548,7 @@ void dt_shared_options_session(const dt_shared_options *o, dt_session_params *ou
 static void hint_at_calibration(const dt_model *model, const char *path) {
     char *learned = dt_eviction_learned_path(path);
     if (learned != NULL && dt_model_get_info(model)->has_tokenizer && access(learned, F_OK) != 0) {
-        dt_report(DT_LOG_INFO, "TLC: not calibrated; presets lose less once ./deeptutor-eval calibrate ran");
+        dt_report(DT_LOG_INFO, "TLC: not calibrated; presets lose less after ./deeptutor-eval calibrate");
     }
     dt_free(learned);
 }

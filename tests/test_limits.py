@@ -17,6 +17,7 @@ import pytest
 from test_main import MAIN, assert_fails, run
 
 MAKE_MODEL = os.environ.get("DT_MAKE_MODEL", "")
+SANITIZED = "DT_SANITIZE" in os.environ  # a sanitizer reserves terabytes of addresses and holds back what was freed
 N_LAYERS = 2
 
 pytestmark = pytest.mark.skipif(not os.access(MAIN, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK),
@@ -160,7 +161,7 @@ def test_without_end_until_interrupted(model, tmp_path):
     assert process.returncode == 0, log
     numbers = json.loads(stats.read_bytes())
     assert numbers["generated_tokens"] > 8000  # far beyond the trained context
-    assert max(held[1:]) - held[0] < 2 << 20, held
+    assert SANITIZED or max(held[1:]) - held[0] < 2 << 20, held
     assert all(layer["length"] <= 96 for layer in numbers["layers"])
     assert numbers["kv_bytes_peak"] < 4 * numbers["kv_bytes"]
 
@@ -186,7 +187,8 @@ HOSTILE_TEMPLATES = [
 
 def limit_time_and_memory():
     resource.setrlimit(resource.RLIMIT_CPU, (4, 4))  # of the processor's time: SIGXCPU, then SIGKILL
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    if not SANITIZED:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -321,7 +323,8 @@ def test_stats_through_a_link(model, tmp_path):
 
 
 def limit_memory():
-    resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+    if not SANITIZED:
+        resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")

@@ -687,6 +687,17 @@ def start(*args, **kwargs):
                             stderr=subprocess.PIPE, **kwargs)
 
 
+def wait_until_it_reads(process):
+    """Returns what the log says by then: the last line before the prompt is read is that of the cache's memory."""
+    log = b""
+    while b"KV memory" not in log:
+        line = process.stderr.readline()
+        assert line, log
+        log += line
+    time.sleep(0.3)
+    return log
+
+
 @needs_model
 def test_reader_that_leaves():
     process = start("-p", "1, 2, 3, 4,\n", "--no-escape", "-n", "-1", "--ignore-eos", "--temp", "0")
@@ -722,10 +733,10 @@ def test_interrupt_while_writing(tmp_path):
 def test_interrupt_while_reading(tmp_path):
     stats = tmp_path / "s.json"
     process = start("-p", "word " * 6000, "-n", "5", "-b", "32", "--kernel", "reference", "--stats-json", str(stats))
-    time.sleep(0.7)
+    begin = wait_until_it_reads(process)
     process.send_signal(signal.SIGINT)
     out, log = process.communicate(timeout=60)
-    assert process.returncode == 0 and out == b"" and re.search(rb"\ninterrupted\nload .*\nprefill ", log), log
+    assert process.returncode == 0 and out == b"" and re.search(rb"\ninterrupted\nload .*\nprefill ", begin + log), log
     numbers = json.loads(stats.read_bytes())
     assert numbers["prompt_tokens"] < 6000 and numbers["prompt_tokens"] % 32 == 0 and numbers["generated_tokens"] == 0
 
@@ -749,7 +760,7 @@ def test_interrupt_while_the_reader_waits():
 @needs_model
 def test_second_interrupt_quits_at_once():
     process = start("-p", "word " * 3000, "-n", "5", "-b", "4096", "--kernel", "reference")
-    time.sleep(0.7)
+    wait_until_it_reads(process)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
