@@ -13,11 +13,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define IDLE_SECONDS 120 /* a connection without a request is closed then */
-#define UNREAD_MS 300000 /* one that takes nothing of an answer, too */
+#define IDLE_SECONDS 120   /* a connection without a request is closed then */
+#define UNREAD_MS 300000   /* one that takes nothing of an answer, too */
+#define LAST_WORDS_MS 5000 /* for answers that are on their way when the server stops */
 #define BACKLOG 512
 #define STACK_BYTES ((size_t)1 << 20)
 
@@ -238,6 +240,8 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
         return dt_http_send_error(connection, 503, "the server is out of memory for the body; try again later");
     }
     MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u); /* an answer may take long */
+    atomic_fetch_add(&e->http->n_answering, e->answering ? 0 : 1);
+    e->answering = true;
     return e->route->answer(e);
 }
 
@@ -246,6 +250,7 @@ static void on_completed(void *user, struct MHD_Connection *connection, void **s
     (void)user;
     (void)code;
     if (e != NULL) {
+        atomic_fetch_sub(&e->http->n_answering, e->answering ? 1 : 0);
         MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
         free(e->body);
         free(e);
@@ -350,7 +355,12 @@ void dt_http_quiesce(dt_http *http) {
 }
 
 void dt_http_stop(dt_http *http) {
+    const struct timespec pause = {.tv_nsec = 5 * 1000 * 1000};
     if (http != NULL) {
+        /* the daemon cuts answers off where they are; one whose client does not read is not waited for */
+        for (int ms = 0; atomic_load(&http->n_answering) > 0 && ms < LAST_WORDS_MS; ms += 5) {
+            nanosleep(&pause, NULL);
+        }
         MHD_stop_daemon(http->daemon);
         free(http);
     }

@@ -15,6 +15,7 @@ struct dt_http {
     struct MHD_Daemon *daemon;
     int port;
     atomic_bool stopping;
+    atomic_int n_answering; /* requests whose answer is not written to its end yet */
 };
 
 typedef struct dt_exchange { /* a request and its answer */
@@ -22,7 +23,7 @@ typedef struct dt_exchange { /* a request and its answer */
     struct MHD_Connection *connection;
     char *body;
     size_t n_body, body_capacity;
-    bool too_large, no_memory, http_1_0;
+    bool too_large, no_memory, http_1_0, answering;
     const struct route *route;
     const dt_page_file *page;
 } dt_exchange;

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from server_support import MODEL, SERVER, TEXT, serving
+from server_support import MODEL, SANITIZED, SERVER, TEXT, serving
 
 pytestmark = pytest.mark.skipif(not os.access(SERVER, os.X_OK) or not os.path.exists(MODEL),
                                 reason="DT_SERVER names no program, or DT_TEST_MODEL no model")
@@ -78,7 +78,7 @@ def test_wrk(server):
     if not shutil.which("wrk"):
         pytest.skip("no wrk")
     before = server.metrics()['deeptutor_requests_total{outcome="done"}']
-    result = subprocess.run(["wrk", "-t", "1", "-c", "8", "-d", "2s", "--timeout", "60s", "-s", os.path.join(EXAMPLES, "load.lua"),
+    result = subprocess.run(["wrk", "-t", "1", "-c", "8", "-d", "20s" if SANITIZED else "2s", "--timeout", "60s", "-s", os.path.join(EXAMPLES, "load.lua"),
                              f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and "Requests/sec" in result.stdout and "Non-2xx" not in result.stdout, result.stdout + result.stderr
     assert "Socket errors" not in result.stdout
