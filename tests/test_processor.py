@@ -17,7 +17,8 @@ QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
 
 pytestmark = [pytest.mark.skipif(not os.access(MAIN, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK),
                                  reason="DT_MAIN or DT_MAKE_MODEL names no program"),
-              pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86 instruction sets")]
+              pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86 instruction sets"),
+              pytest.mark.skipif("DT_SANITIZE" in os.environ, reason="no sanitizer runs in the emulator")]
 
 
 @pytest.fixture(scope="module")
