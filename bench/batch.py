@@ -7,8 +7,8 @@ usage: python3 bench/batch.py -m MODEL.gguf [-t 2] [--texts 50] [--piece 10] [--
 
 The texts are pieces of the King James Bible (Debian's bible-kjv-text) and of vim's documentation, or of the files of --sources. Builds
 llama-server with its own defaults from the source that DeepTutor is built from, unpatched (into build-peers/). Every text gets the same
-instruction and exactly -n tokens of reply, greedy. llama.cpp's seconds are those from the first request to the last answer, --parallel requests at a
-time, its flash attention as --flash-attention says; DeepTutor's are those of the whole process, its start included. What was measured is
+instruction and exactly -n tokens of reply, greedy. llama.cpp's seconds are those from the first request to the last answer, --parallel
+requests at a time, its flash attention as --flash-attention says; DeepTutor's are those of the whole process, its start included. What was measured is
 kept in build-peers/batch-NAME.jsonl, and measured again where asked for again; the last time counts. Needs `bash run.sh` to have run.
 """
 import argparse

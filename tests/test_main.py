@@ -687,14 +687,14 @@ def start(*args, **kwargs):
                             stderr=subprocess.PIPE, **kwargs)
 
 
-def wait_until_it_reads(process):
-    """Returns what the log says by then: the last line before the prompt is read is that of the cache's memory."""
+def wait_until_it_reads(process, seconds=0.3):
+    """And for so long. Returns what the log says by then: the last line before the prompt is read is that of the cache's memory."""
     log = b""
     while b"KV memory" not in log:
         line = process.stderr.readline()
         assert line, log
         log += line
-    time.sleep(0.3)
+    time.sleep(seconds)
     return log
 
 

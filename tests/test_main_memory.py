@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from server_support import SANITIZED
 from test_main import MAIN, MODEL, assert_fails, needs_model, run_model, run_stats
 
 pytestmark = pytest.mark.skipif(not os.access(MAIN, os.X_OK), reason="DT_MAIN names no program")
@@ -37,7 +38,7 @@ def test_too_little(tmp_path):
 
 
 @needs_model
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm") or "DT_SANITIZE" in os.environ,
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm") or SANITIZED,
                     reason="Linux counts mapped memory in RLIMIT_DATA, others may not; a sanitizer takes all there is")
 def test_a_process_with_little_memory():
     """What the system grants beside the cache is found by trying, for a prompt of the same chunks but no cache to speak of; with

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from test_main import CHAT, MAIN, MODEL, Terminal, assert_fails, needs_model, run, run_model, run_stats, start
+from test_main import CHAT, MAIN, MODEL, Terminal, assert_fails, needs_model, run, run_model, run_stats, start, wait_until_it_reads
 
 pytestmark = pytest.mark.skipif(not os.access(MAIN, os.X_OK), reason="DT_MAIN names no program")
 
@@ -155,16 +155,6 @@ def test_full_disk_is_told_before_the_work(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def wait_for_reading(process):
-    """Until the session is there and the prompt is being read."""
-    seen = b""
-    while b"KV memory" not in seen:
-        piece = process.stderr.readline()
-        assert piece, seen
-        seen += piece
-    time.sleep(1)
-
-
 def finish(process, signal_number):
     process.send_signal(signal_number)
     out, log = process.communicate(timeout=60)
@@ -178,7 +168,7 @@ def test_interrupted_runs_are_saved(tmp_path, signal_number):
     session = tmp_path / "s.bin"
     # while reading: what was read is reused
     process = start("-p", "word " * 6000, "-n", "5", "-b", "32", "--kernel", "reference", "--session", str(session))
-    wait_for_reading(process)
+    wait_until_it_reads(process, 1)
     _, log = finish(process, signal_number)
     read = int(re.search(rb"(\d+) tokens saved", log).group(1))
     assert 0 < read < 6000

@@ -11,6 +11,8 @@ import subprocess
 
 import pytest
 
+from server_support import SANITIZED
+
 MAIN = os.environ.get("DT_MAIN", "")
 MAKE_MODEL = os.environ.get("DT_MAKE_MODEL", "")
 QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
@@ -18,7 +20,7 @@ QEMU = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
 pytestmark = [pytest.mark.skipif(not os.access(MAIN, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK),
                                  reason="DT_MAIN or DT_MAKE_MODEL names no program"),
               pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86 instruction sets"),
-              pytest.mark.skipif("DT_SANITIZE" in os.environ, reason="no sanitizer runs in the emulator")]
+              pytest.mark.skipif(SANITIZED, reason="no sanitizer runs in the emulator")]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not all(os.access(p, os.X_OK) for p in (MAIN, BA
 RUNS = int(os.environ.get("DT_TEST_FLAGS", "40"))  # of each program
 TEXT = "Once upon a time there was a cache.\n" * 12
 CONFIG = {"0-": {"policy": "importance_score", "max_cache_size": 64, "min_cache_size": 32, "recent_window": 8}}
-VALUES = { # what may be right, what may not
+VALUES = {  # what may be right, what may not
     "N": (["0", "1", "2", "7", "64", "1000"], ["-1", "2147483647", "-2147483648", "99999999999", "1e3", "x", "", " 3"]),
     "X": (["0", "0.5", "1"], ["-1", "nan", "inf", "1e9", "x", ""]),
     "SIZE": (["1M", "1G", "1.5G"], ["0", "1", "1K", "64K", "-1", "99999999T", "x", ""]),

@@ -549,7 +549,8 @@ def test_no_growth(server):
             server.wait_idle()
             seen.append(process_status(pid))
     memory = [kib for kib, _ in seen]
-    assert SANITIZED or max(memory[2:]) - memory[1] < 1700, memory  # under 1 KiB a request; idle conversations, of which 16 are kept, come and go
+    # under 1 KiB a request; idle conversations, of which 16 are kept, come and go
+    assert SANITIZED or max(memory[2:]) - memory[1] < 1700, memory
     work = [after - before for (_, before), (_, after) in zip(seen, seen[1:])]
     assert sum(work[-5:]) < 1.5 * sum(work[1:6]) + 0.1, work
 

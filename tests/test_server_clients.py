@@ -78,8 +78,8 @@ def test_wrk(server):
     if not shutil.which("wrk"):
         pytest.skip("no wrk")
     before = server.metrics()['deeptutor_requests_total{outcome="done"}']
-    result = subprocess.run(["wrk", "-t", "1", "-c", "8", "-d", "20s" if SANITIZED else "2s", "--timeout", "60s", "-s", os.path.join(EXAMPLES, "load.lua"),
-                             f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(["wrk", "-t", "1", "-c", "8", "-d", "20s" if SANITIZED else "2s", "--timeout", "60s", "-s",
+                             os.path.join(EXAMPLES, "load.lua"), f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and "Requests/sec" in result.stdout and "Non-2xx" not in result.stdout, result.stdout + result.stderr
     assert "Socket errors" not in result.stdout
     m = server.wait_idle()  # those that wrk left in the middle end with their connections
