@@ -314,7 +314,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         dt_eviction_free(e->settings[i].eviction);
         free(e->settings[i].name);
     }
-    dt_eviction_free(e->observer);
+    dt_eviction_free(e->observed);
     json_decref(e->result);
     json_decref(e->rows);
     dt_free(e->text);

@@ -43,10 +43,9 @@ typedef struct eval {
     json_t *rows; /* ab: the lines of the input, {"line", "row"} */
     eval_setting settings[EVAL_MAX_SETTINGS];
     size_t n_settings;
-    const dt_eviction *observed; /* what the base session collects attention for: a setting's, or */
-    dt_eviction *observer;       /* one made for that; NULL = none */
-    json_t *result;              /* what --json writes */
-    bool rejected;               /* a threshold was missed */
+    dt_eviction *observed; /* what the base session collects attention for: all settings */
+    json_t *result;        /* what --json writes */
+    bool rejected;         /* a threshold was missed */
 } eval;
 
 /* This project's pages, which calibrate learns from where no text is given (cmake/dt_text.cmake). */

@@ -181,17 +181,6 @@ static void report(eval *e, const chunk_sums *sums, const eval_map *map, double 
     eval_set_result(e, rows);
 }
 
-/* A window needs no attention to be observed, but the map of what it gives up does. */
-static dt_status observe_windows(eval *e, dt_error *error) {
-    static const char text[] = "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 16, \"min_cache_size\": 16}}";
-    if (e->options->policy == NULL || strcmp(e->options->policy, "local_window") != 0) {
-        return DT_OK;
-    }
-    const dt_status status = dt_eviction_from_text(e->model, "observer", text, sizeof text - 1, &e->observer, error);
-    e->observed = e->observer;
-    return status;
-}
-
 dt_status eval_kld(eval *e, dt_error *error) {
     const eval_options *o = e->options;
     const size_t per_chunk = (size_t)(o->n_context + o->n_continuation + 1), n_chunks = (size_t)o->n_chunks;
@@ -215,9 +204,6 @@ dt_status eval_kld(eval *e, dt_error *error) {
                                        "out of memory for %lld tokens' distributions; give a smaller "
                                        "--continuation",
                                        (long long)o->n_continuation);
-    if (status == DT_OK) {
-        status = observe_windows(e, error);
-    }
     for (size_t i = 0; i < n_chunks && status == DT_OK; i++) {
         status = measure_chunk(e, i, full, sums + i * e->n_settings, map, error);
     }

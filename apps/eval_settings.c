@@ -68,34 +68,6 @@ static dt_status settings_of_flags(eval *e, dt_error *error) {
 
 /* ---- from a file ---- */
 
-/* Which settings the base session reads the text for, so that it collects what all their scores need: peaks of a repetition cost most
- * of another reading, so they are left out where no score asks for them, and predict's are made where one does. */
-static dt_status observe_for_all(eval *e, dt_error *error) {
-    static const char masses[] = "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 16, \"min_cache_size\": 16}}";
-    static const char peaks[] = "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 16, "
-                                "\"min_cache_size\": 16}}";
-    bool any_peaks = false;
-    for (size_t i = 0; i < e->n_settings; i++) {
-        char *text = NULL;
-        const dt_status status = dt_eviction_describe(e->settings[i].eviction, &text, error);
-        if (status != DT_OK) {
-            return status;
-        }
-        const bool predicts = strstr(text, "score predict") != NULL;
-        const bool covers_all = strstr(text, "keeps") == NULL && strstr(text, "slots 0") != NULL;
-        any_peaks = any_peaks || strstr(text, "score reconstruct") != NULL || (predicts && !covers_all);
-        e->observed = predicts && covers_all && e->observed == NULL ? e->settings[i].eviction : e->observed;
-        dt_free(text);
-    }
-    if (e->observed != NULL && !any_peaks) {
-        return DT_OK;
-    }
-    const char *text = any_peaks ? peaks : masses;
-    const dt_status status = dt_eviction_from_text(e->model, "observer", text, strlen(text), &e->observer, error);
-    e->observed = e->observer;
-    return status;
-}
-
 /* "config": an object, or the name of a file; or "preset". Sizes that stand beside it override as flags do. */
 static dt_status read_eviction(const eval *e, const json_t *row, dt_eviction **out, dt_error *error) {
     const json_t *config = json_object_get(row, "config"), *max = json_object_get(row, "max_cache_size"),
@@ -158,14 +130,14 @@ static dt_status settings_of_file(eval *e, dt_error *error) {
         status = read_setting(e, json_array_get(rows, i), error);
     }
     json_decref(rows);
-    return status == DT_OK ? observe_for_all(e, error) : status;
+    return status;
 }
 
 dt_status eval_make_settings(eval *e, dt_error *error) {
-    if (e->options->settings != NULL) {
-        return settings_of_file(e, error);
+    const dt_eviction *evictions[EVAL_MAX_SETTINGS];
+    const dt_status status = e->options->settings != NULL ? settings_of_file(e, error) : settings_of_flags(e, error);
+    for (size_t i = 0; i < e->n_settings; i++) {
+        evictions[i] = e->settings[i].eviction;
     }
-    const dt_status status = settings_of_flags(e, error);
-    e->observed = e->settings[0].eviction;
-    return status;
+    return status == DT_OK ? dt_eviction_observe(evictions, e->n_settings, &e->observed, error) : status;
 }

@@ -177,6 +177,51 @@ static void test_a_fork_foretells_anew(void **state) {
     dt_session_free(repeated);
 }
 
+/* Of one session under settings that only observe, forks go on as forks of a session that read the text under theirs. */
+static void test_one_session_observes_for_several(void **state) {
+    const fixture *f = *state;
+    enum { N_SETTINGS = 4, REPEATED = 3 };
+    const char *configs[N_SETTINGS] = {
+        "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 64, \"memory_slots\": 8}}",
+        "{\"0\": {\"policy\": \"none\"}, \"1\": {\"policy\": \"importance_score\", \"max_cache_size\": 64}}", f->config,
+        "{\"0\": {\"policy\": \"local_window\", \"max_cache_size\": 64}, \"1\": {\"policy\": \"importance_score\", \"score\": "
+        "\"reconstruct\", \"max_cache_size\": 64}}"};
+    dt_eviction *settings[N_SETTINGS], *observe = NULL;
+    dt_error error;
+    for (size_t i = 0; i < N_SETTINGS; i++) {
+        settings[i] = eviction_from_json(f->model, configs[i]);
+    }
+    for (size_t n = 1; n <= N_SETTINGS; n++) {
+        assert_int_equal(dt_eviction_observe((const dt_eviction *const *)settings, n, &observe, &error), DT_OK);
+        const bool foretells = n > 2, repeats = n > REPEATED;
+        assert_ptr_equal(dt_eviction_budget(observe, 0)->policy, foretells ? &dt_policy_predict : &dt_policy_importance_score);
+        assert_ptr_equal(dt_eviction_budget(observe, 1)->policy, repeats     ? &dt_policy_reconstruct
+                                                                 : foretells ? &dt_policy_predict
+                                                                             : &dt_policy_importance_score);
+        const dt_session_params params = {
+            .n_threads = 2, .n_batch = 64, .kv_block_tokens = 16, .eviction = observe, .evict = DT_EVICT_HELD};
+        dt_session *base = open_session(f->model, &params);
+        dt_eviction_free(observe);
+        sync_tokens(base, f->tokens, N_TOKENS);
+        assert_true(dt_kv_mean_length(base->kv, 1) == N_TOKENS);
+        for (size_t i = 0; i < n; i++) {
+            dt_session *own = new_session(f, configs[i], DT_EVICT_HELD, DT_PREFILL_FULL), *of_own = NULL, *of_base = NULL;
+            sync_tokens(own, f->tokens, N_TOKENS);
+            assert_int_equal(dt_session_fork(own, settings[i], DT_EVICT_ONCE, &of_own, &error), DT_OK);
+            assert_int_equal(dt_session_fork(base, settings[i], DT_EVICT_ONCE, &of_base, &error), DT_OK);
+            assert_same_kept(of_own, of_base);
+            dt_session_free(of_own);
+            dt_session_free(of_base);
+            dt_session_free(own);
+        }
+        dt_session_free(base);
+    }
+    for (size_t i = 0; i < N_SETTINGS; i++) {
+        dt_eviction_free(settings[i]);
+    }
+    assert_int_equal(dt_eviction_observe(NULL, 0, &observe, &error), DT_ERR_ARGUMENT);
+}
+
 static void write_file(const char *path, const char *text) {
     FILE *file = fopen(path, "wb");
     assert_non_null(file);
@@ -282,6 +327,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(test_calibration_finds_hidden_weights, setup_halves, teardown),
         cmocka_unit_test_setup_teardown(test_sessions_foretell_peaks, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_fork_foretells_anew, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_one_session_observes_for_several, setup, teardown),
         cmocka_unit_test_setup_teardown(test_presets_find_what_was_learned, setup, teardown),
         cmocka_unit_test_setup_teardown(test_bytes_foretell_alike, setup_halves, teardown),
         cmocka_unit_test_setup_teardown(test_wrong_sessions_and_weights, setup, teardown),

@@ -17,6 +17,7 @@
 #define DEFAULT_SINKS 4
 #define DEFAULT_RECENT 128
 #define SHARED_RECENT 64
+#define OBSERVER_SIZE 16 /* attention is observed once a lane is about to exceed its budget: soon */
 
 /* ---- defaults and limits ---- */
 
@@ -492,4 +493,54 @@ dt_status dt_eviction_from_text(const dt_model *model, const char *name, const c
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error) {
     const dt_model_info *info = dt_model_get_info(model);
     return finish(dt_eviction_config_file(info->n_layers, path, out, error), info, out, error);
+}
+
+/* ---- what several settings need ---- */
+
+/* A layer's policy that has all collected which the settings' own ask for, and the weights of `foretold` where they are asked for. */
+static const dt_policy *observing_policy(const dt_eviction *const *settings, size_t n, const dt_eviction *foretold, int32_t layer) {
+    const dt_policy *policy = &dt_policy_importance_score;
+    for (size_t i = 0; i < n; i++) {
+        const dt_policy *own = settings[i]->budgets[layer].policy;
+        if (own != NULL && own->needs_peak) {
+            const bool known = own->needs_weights && foretold->budgets[layer].weights != NULL;
+            policy = known && policy != &dt_policy_reconstruct ? foretold->budgets[layer].policy : &dt_policy_reconstruct;
+        }
+    }
+    return policy;
+}
+
+dt_status dt_eviction_observe(const dt_eviction *const *settings, size_t n, dt_eviction **out, dt_error *error) {
+    *out = NULL;
+    if (n == 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "there are no eviction settings to observe attention for");
+    }
+    const dt_eviction *foretold = settings[0];
+    for (size_t i = 0; i < n; i++) {
+        if (settings[i]->n_layers != settings[0]->n_layers) {
+            return dt_fail(error, DT_ERR_ARGUMENT, "eviction settings for %d and for %d layers are of different models",
+                           settings[0]->n_layers, settings[i]->n_layers);
+        }
+        foretold = foretold->weights == NULL ? settings[i] : foretold;
+    }
+    const dt_status status = dt_eviction_new(settings[0]->n_layers, "settings", "that only observe", out, error);
+    for (int32_t i = 0; status == DT_OK && i < settings[0]->n_layers; i++) {
+        dt_eviction_request *request = &(*out)->requests[i];
+        *request = (dt_eviction_request){.policy = observing_policy(settings, n, foretold, i),
+                                         .max_cache_size = OBSERVER_SIZE,
+                                         .min_cache_size = OBSERVER_SIZE,
+                                         .sink_tokens = -1,
+                                         .recent_window = -1};
+        if (request->policy->needs_weights) {
+            request->weights = foretold->requests[i].weights;
+            request->n_weight_lanes = foretold->requests[i].n_weight_lanes;
+            request->n_weights = foretold->requests[i].n_weights;
+        }
+        (*out)->budgets[i] = dt_eviction_complete(request);
+    }
+    if (status == DT_OK) {
+        (*out)->weights = dt_score_weights_share(foretold->weights);
+        dt_eviction_set_windows(*out, settings[0]->windows);
+    }
+    return status;
 }

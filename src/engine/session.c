@@ -19,7 +19,6 @@
 #define DEFAULT_SNAPSHOTS 2 /* the last reply's beginning, and the one before, where a changed question begins */
 #define LEAST_CHUNK 32      /* tokens that a step can always take past the context; with room for fewer it is the end */
 #define SCORE_BATCH 64      /* every row has logits there: [SCORE_BATCH][V] */
-#define PREDICTED_AT_ONCE 256
 
 /* ---- life ---- */
 
@@ -290,7 +289,7 @@ static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n
     return part.status;
 }
 
-static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error) {
+dt_status dt_session_own_logits(dt_session *s, const float *logits, dt_error *error) {
     const size_t bytes = (size_t)s->model->info.n_vocab * sizeof *s->own_logits;
     if (!s->own_logits) {
         s->own_logits = malloc(bytes);
@@ -307,166 +306,7 @@ static dt_status copy_logits(dt_session *s, const float *logits, dt_error *error
 
 dt_status dt_session_set_logits(dt_session *s, const float *logits, dt_error *error) {
     s->logits = logits;
-    return s->group->is_private ? DT_OK : copy_logits(s, logits, error);
-}
-
-/* ---- reconstruction ---- */
-
-/* A round is about to need peaks. */
-static bool peaks_are_due(const dt_session *s) {
-    bool any = false;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        any = any || (dt_kv_layer_needs_peak(s->kv, i) && (s->params.evict == DT_EVICT_HELD || dt_kv_exceeds(s->kv, i, 0)));
-    }
-    return any;
-}
-
-/* Chooses the layers whose peaks come from repetition. */
-static bool choose_repeated(dt_session *s) {
-    bool any = false;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        s->observe_layer[i] = dt_kv_layer_needs_peak(s->kv, i) && dt_policy_repeats(dt_kv_layer(s->kv, i)->budget.policy);
-        any = any || s->observe_layer[i];
-    }
-    return any;
-}
-
-static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
-            dt_kv_lane_view view;
-            dt_kv_lane(s->kv, i, lane, &view);
-            const float *mass = dt_graph_mass(s->group->graph, 0, i, lane, 0);
-            float *peak = view.peak_mass + view.n_entries - (s->n_tokens - from);
-            for (int32_t j = 0; j < to - from; j++) {
-                peak[j] = DT_MAX(peak[j], mass[j]);
-            }
-        }
-    }
-}
-
-/*
- * Has the model repeat what it has read since the last time, and notes for each key the most attention it gets on the way: what is
- * needed to say the text again is what any question about it may need (KVzip, Kim et al. 2025, arXiv 2505.23416). A piece sees of
- * the cache only its own stretch and the first block, so the cost is linear in the text. The repetition leaves no trace but the
- * peaks.
- */
-static dt_status reconstruct(dt_session *s, dt_error *error) {
-    dt_status status = s->logits && s->peaks_until < s->n_tokens ? copy_logits(s, s->logits, error) : DT_OK;
-    while (status == DT_OK && s->peaks_until < s->n_tokens) {
-        const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));
-        dt_sequence sequence = {.tokens = s->tokens + from,
-                                .n = n,
-                                .first_position = dt_session_next_position(s),
-                                .n_outputs = 1,
-                                .observe_layer = s->observe_layer,
-                                .n_observed = n,
-                                .peak = true,
-                                .focus_from = s->n_tokens - from,
-                                .focus_to = s->n_tokens - from - n};
-        const float *logits = NULL;
-        status = dt_group_compute_one(s, &sequence, &logits, error);
-        dt_kv_commit(s->kv, 0);
-        if (status == DT_OK) {
-            keep_peaks(s, from, from + n);
-            s->peaks_until += n;
-        }
-    }
-    return status;
-}
-
-/* ---- prediction ---- */
-
-dt_predict_shape dt_session_predict_shape(const dt_model *model) {
-    const dt_hparams *hp = &model->decoder->hp;
-    return (dt_predict_shape){
-        .dim_k = hp->head_dim_k, .dim_v = hp->head_dim_v, .split = hp->arch->rope_style == DT_ROPE_NEOX ? hp->rope_dim : 0};
-}
-
-/* The peaks of what was read since the last time, in one lane. work: PREDICTED_AT_ONCE keys, then as many values. */
-static bool predict_lane(dt_session *s, const dt_predict_shape *shape, int32_t layer, int32_t lane, float *work) {
-    const dt_budget own = dt_budget_of_lane(&dt_kv_layer(s->kv, layer)->budget, lane);
-    float features[2 * DT_MAX_HEAD_DIM], *keys = work, *values = work + PREDICTED_AT_ONCE * shape->dim_k;
-    dt_kv_lane_view view;
-    dt_kv_lane(s->kv, layer, lane, &view);
-    for (int32_t first = DT_MAX(view.n_entries - (s->n_tokens - s->peaks_until), 0); first < view.n_entries;
-         first += PREDICTED_AT_ONCE) {
-        const int32_t n = DT_MIN(PREDICTED_AT_ONCE, view.n_entries - first);
-        if (!dt_kv_get_entries(s->kv, layer, lane, first, n, keys, values)) {
-            return false;
-        }
-        for (int32_t j = 0; j < n; j++) {
-            dt_predict_features(shape, keys + (int64_t)j * shape->dim_k, values + (int64_t)j * shape->dim_v, features);
-            view.peak_mass[first + j] = dt_predict_peak(shape, own.weights, features);
-        }
-    }
-    return true;
-}
-
-/* Likewise in all layers that foretell them. */
-static dt_status predict_peaks(dt_session *s, dt_error *error) {
-    const dt_predict_shape shape = dt_session_predict_shape(s->model);
-    const size_t bytes = (size_t)PREDICTED_AT_ONCE * (size_t)(shape.dim_k + shape.dim_v) * sizeof(float);
-    float *work = NULL;
-    bool done = true;
-    for (int32_t i = 0; done && i < s->model->info.n_layers; i++) {
-        const bool foretells = dt_kv_layer_needs_peak(s->kv, i) && dt_kv_layer(s->kv, i)->budget.policy->needs_weights;
-        if (foretells && work == NULL && (work = malloc(bytes)) == NULL) {
-            return dt_fail_memory(error, bytes, "foretelling what will be attended to");
-        }
-        for (int32_t lane = 0; done && foretells && lane < s->model->info.n_kv_heads[i]; lane++) {
-            done = predict_lane(s, &shape, i, lane, work);
-        }
-    }
-    free(work);
-    return done ? DT_OK : dt_fail(error, DT_ERR_COMPUTE, "the device did not give keys and values for the score \"predict\"");
-}
-
-static dt_status make_peaks(dt_session *s, dt_error *error) {
-    if (!peaks_are_due(s)) {
-        return DT_OK;
-    }
-    const dt_status status = predict_peaks(s, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    if (choose_repeated(s)) {
-        return reconstruct(s, error);
-    }
-    s->peaks_until = s->n_tokens;
-    return DT_OK;
-}
-
-static bool is_elsewhere(const dt_session *s, int32_t layer) { return dt_kv_layer(s->kv, layer)->format.elsewhere; }
-
-/* Where a cache is elsewhere, attention is told once, before a round, in the layers that it will come in, or in all: by the newest
- * queries since the last time. */
-static dt_status observe_elsewhere(dt_session *s, bool all, dt_error *error) {
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        const bool is_due = all ? dt_kv_length(s->kv, i) > 0 : dt_kv_exceeds(s->kv, i, 0);
-        if (!is_elsewhere(s, i) || !dt_kv_layer_needs_mass(s->kv, i) || !is_due) {
-            continue;
-        }
-        dt_observed observed;
-        const dt_status status = dt_graph_observe(s->group->graph, s->kv, i, s->n_tokens, &observed, error);
-        if (status != DT_OK) {
-            return status;
-        }
-        float weight = 0;
-        for (int32_t q = 0; q < observed.n_queries; q++) {
-            weight += s->query_weights[(s->n_tokens - 1 - q) % DT_OBSERVE_WINDOW] / (float)observed.n_queries;
-        }
-        for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
-            dt_kv_lane_view view;
-            dt_kv_lane(s->kv, i, lane, &view);
-            const size_t at = (size_t)lane * observed.stride;
-            for (int32_t e = 0; e < view.n_entries; e++) { /* a model that overflowed must not break the cache's own sums */
-                view.value_norm[e] = dt_is_finite(observed.norms[at + (size_t)e]) ? observed.norms[at + (size_t)e] : 0;
-            }
-            dt_mass_fold(view.recent_mass, view.total_mass, observed.mass + at, view.n_entries, observed.n_queries, weight);
-        }
-    }
-    return DT_OK;
+    return s->group->is_private ? DT_OK : dt_session_own_logits(s, logits, error);
 }
 
 /* ---- past the context ---- */
@@ -476,7 +316,7 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
         return DT_OK;
     }
     const int32_t before = dt_session_shift(s);
-    dt_status status = observe_elsewhere(s, true, error); /* while queries and keys are where they were */
+    dt_status status = dt_session_observe_elsewhere(s, true, error); /* while queries and keys are where they were */
     if (status != DT_OK) {
         return status;
     }
@@ -502,9 +342,9 @@ void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
 dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
     dt_status status = dt_graph_settle(s->group->graph, s->kv, error); /* a round may read what is elsewhere */
-    status = status == DT_OK ? make_peaks(s, error) : status;
+    status = status == DT_OK ? dt_session_make_peaks(s, error) : status;
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
-        status = observe_elsewhere(s, false, error);
+        status = dt_session_observe_elsewhere(s, false, error);
     }
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         do {
@@ -630,7 +470,7 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
         return status;
     }
     if (from->logits) {
-        const dt_status copied = copy_logits(s, from->logits, error);
+        const dt_status copied = dt_session_own_logits(s, from->logits, error);
         if (copied != DT_OK) {
             return copied;
         }
@@ -938,153 +778,3 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     }
     return status;
 }
-
-/* ---- views ---- */
-
-int32_t dt_default_threads(void) { return dt_physical_cores(); }
-
-const dt_model *dt_session_model(const dt_session *session) { return session->model; }
-
-dt_kv *dt_session_kv(dt_session *session) { return session->kv; }
-
-const float *dt_session_logits(const dt_session *session) { return session->logits; }
-
-const int32_t *dt_session_tokens(const dt_session *session, size_t *out_n) {
-    *out_n = (size_t)session->n_tokens;
-    return session->tokens;
-}
-
-static uint64_t step_bytes(const dt_session *s) {
-    uint64_t bytes = 0;
-    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
-        const dt_kv_layer_params *layer = dt_kv_layer(s->kv, i);
-        const uint64_t entry = dt_kv_group_bytes(&layer->format) / DT_KV_GROUP + dt_kv_value_row_bytes(&layer->format);
-        bytes += (uint64_t)(dt_kv_mean_length(s->kv, i) * layer->n_lanes) * entry;
-    }
-    return bytes;
-}
-
-void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
-    *out = session->stats;
-    out->kernel = session->group->kernel_name;
-    out->n_tokens = session->n_tokens;
-    out->n_ctx = session->max_tokens;
-    out->n_threads = session->group->n_threads;
-    out->n_batch = session->chunk;
-    out->kv_bytes = dt_kv_bytes(session->kv);
-    out->kv_bytes_peak = atomic_load(&session->kv_memory->memory.bytes_peak);
-    out->kv_bytes_full = dt_kv_bytes_for(session->kv, session->n_tokens);
-    out->kv_step_bytes = step_bytes(session);
-}
-
-static dt_status check_layer(const dt_session *session, int32_t layer, dt_error *error) {
-    if (layer < 0 || layer >= session->model->info.n_layers) {
-        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d: the model has layers 0 to %d", layer, session->model->info.n_layers - 1);
-    }
-    return DT_OK;
-}
-
-dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, dt_layer_stats *out) {
-    const dt_status status = check_layer(session, layer, NULL);
-    if (status != DT_OK) {
-        return status;
-    }
-    const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
-    *out = (dt_layer_stats){.policy = params->budget.policy ? params->budget.policy->name : "none",
-                            .max_cache_size = params->budget.max_cache_size};
-    int64_t n_tokens = 0;
-    for (int32_t lane = 0; lane < params->n_lanes; lane++) {
-        dt_kv_lane_view view;
-        dt_kv_lane(session->kv, layer, lane, &view);
-        out->length = DT_MAX(out->length, view.n_entries - view.n_slots);
-        out->slots_used = DT_MAX(out->slots_used, view.n_slots);
-        n_tokens += view.n_entries - view.n_slots;
-    }
-    out->mean_length = (double)n_tokens / params->n_lanes;
-    return DT_OK;
-}
-
-typedef struct kept_entry {
-    int32_t position;
-    float mass;
-} kept_entry;
-
-static int compare_entries(const void *a, const void *b) {
-    const int32_t x = ((const kept_entry *)a)->position, y = ((const kept_entry *)b)->position;
-    return (x > y) - (x < y);
-}
-
-/* What a lane keeps, by position; *out_observed: whether it has masses. *out: free with free(). */
-static dt_status sorted_entries(const dt_session *session, int32_t layer, int32_t kv_head, kept_entry **out, size_t *out_n,
-                                bool *out_observed, dt_error *error) {
-    const dt_status status = check_layer(session, layer, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    if (kv_head < 0 || kv_head >= session->model->info.n_kv_heads[layer]) {
-        return dt_fail(error, DT_ERR_ARGUMENT, "KV head %d: layer %d has heads 0 to %d", kv_head, layer,
-                       session->model->info.n_kv_heads[layer] - 1);
-    }
-    dt_kv_lane_view view;
-    dt_kv_lane(session->kv, layer, kv_head, &view);
-    const size_t n = (size_t)view.n_entries;
-    kept_entry *entries = malloc(DT_MAX(n, 1) * sizeof *entries);
-    int32_t *positions = malloc(DT_MAX(n, 1) * sizeof *positions);
-    if (!entries || !positions) {
-        free(entries);
-        free(positions);
-        return dt_fail_memory(error, n * (sizeof *entries + sizeof *positions), "the positions");
-    }
-    dt_kv_origins(session->kv, layer, kv_head, positions);
-    size_t n_tokens = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (!dt_is_slot(positions[i])) {
-            entries[n_tokens++] = (kept_entry){positions[i], view.recent_mass ? view.recent_mass[i] : 0};
-        }
-    }
-    free(positions);
-    qsort(entries, n_tokens, sizeof *entries, compare_entries);
-    *out_observed = view.recent_mass != NULL;
-    *out = entries;
-    *out_n = n_tokens;
-    return DT_OK;
-}
-
-/* Closes up one member of each entry, in place. */
-static void *take_column(kept_entry *entries, size_t n, size_t offset) {
-    _Static_assert(sizeof(int32_t) == sizeof(float), "columns of one width");
-    char *out = (char *)entries;
-    for (size_t i = 0; i < n; i++) {
-        memmove(out + i * sizeof(int32_t), (const char *)&entries[i] + offset, sizeof(int32_t));
-    }
-    return out;
-}
-
-dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, int32_t kv_head, int32_t **out, size_t *out_n,
-                                    dt_error *error) {
-    kept_entry *entries = NULL;
-    bool is_observed;
-    const dt_status status = sorted_entries(session, layer, kv_head, &entries, out_n, &is_observed, error);
-    if (status == DT_OK) {
-        *out = take_column(entries, *out_n, offsetof(kept_entry, position));
-    }
-    return status;
-}
-
-dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t kv_head, float **out, size_t *out_n,
-                               dt_error *error) {
-    kept_entry *entries = NULL;
-    bool is_observed;
-    const dt_status status = sorted_entries(session, layer, kv_head, &entries, out_n, &is_observed, error);
-    if (status != DT_OK) {
-        return status;
-    }
-    if (!is_observed) {
-        free(entries);
-        return dt_fail(error, DT_ERR_ARGUMENT, "layer %d: its policy observes no attention", layer);
-    }
-    *out = take_column(entries, *out_n, offsetof(kept_entry, mass));
-    return DT_OK;
-}
-
-dt_status dt_session_check(const dt_session *session, dt_error *error) { return dt_kv_check(session->kv, error); }

@@ -85,12 +85,12 @@ dt_status dt_session_begin_reading(dt_session *session, int64_t n, dt_error *err
 dt_status dt_session_slide(dt_session *session, dt_error *error);
 /* Makes room for n more positions in the context, where the conversation may pass it: what was kept moves together. */
 dt_status dt_session_close_up(dt_session *session, int64_t n, dt_error *error);
-/* How the keys and values of a layer look to score predict. */
-dt_predict_shape dt_session_predict_shape(const dt_model *model);
 /* Room for n_more tokens behind the ones there are. */
 dt_status dt_session_reserve_tokens(dt_session *session, int32_t n_more, dt_error *error);
 /* DT_ERR_LIMIT when n_more tokens would not fit into the context. */
 dt_status dt_session_check_room(const dt_session *session, int64_t n_more, dt_error *error);
+/* Logits [V] that shall stay, copied, become the session's. */
+dt_status dt_session_own_logits(dt_session *session, const float *logits, dt_error *error);
 /* The graph's logits after the last token become the session's. */
 dt_status dt_session_set_logits(dt_session *session, const float *logits, dt_error *error);
 /* Chooses the layers whose policy will want the attention of the n tokens to come: those where a round comes within n_follow
@@ -101,7 +101,17 @@ bool dt_session_observes(const dt_session *session, int32_t layer, int64_t n_mor
 /* What is due after a step: repetition where scores come from it, then a round. */
 dt_status dt_session_evict(dt_session *session, dt_error *error);
 
-/* ---- snapshots ---- */
+/* ---- what scores need (session_scores.c) ---- */
+
+/* Peaks of what was read since the last time, where a round is about to need them. */
+dt_status dt_session_make_peaks(dt_session *session, dt_error *error);
+/* Where a cache is elsewhere, attention is told once, before a round, in the layers that it will come in, or in all: by the newest
+ * queries since the last time. */
+dt_status dt_session_observe_elsewhere(dt_session *session, bool all, dt_error *error);
+/* How the keys and values of a layer look to score predict. */
+dt_predict_shape dt_session_predict_shape(const dt_model *model);
+
+/* ---- snapshots (snapshot.c) ---- */
 
 /* Keeps the session's state to go back to; where that is of no use, or there is no room, it does nothing. */
 void dt_snapshot_take(dt_session *session);
