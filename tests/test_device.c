@@ -906,21 +906,30 @@ static void test_slots(void **state) {
             sync_tokens(a, tokens, N);
             sync_tokens(b, tokens, N);
             sync_tokens(bytes, tokens, N);
-            double worst = 0, sum = 0, sum_bytes = 0;
+            dt_session *same = open_session(plain, &here); /* with the slots that were merged there */
+            save_and_load(b, same);
+            double worst = 0, worst_same = 0, sum = 0, sum_bytes = 0;
             for (int32_t t = N; t < N + STEPS; t++) {
                 dt_error error = {0};
                 append_token(a, tokens[t]);
                 append_token(b, tokens[t]);
                 append_token(bytes, tokens[t]);
+                append_token(same, tokens[t]);
                 assert_int_equal(dt_session_check(b, &error), DT_OK);
                 const double off = logit_error(dt_session_logits(b), dt_session_logits(a), n_vocab);
-                worst = off > worst && t < N + 3 ? off : worst; /* later rounds may merge others, after so much rounding */
+                const double off_same = logit_error(dt_session_logits(b), dt_session_logits(same), n_vocab);
+                if (t < N + 3) { /* later rounds may merge others, after so much rounding */
+                    worst = DT_MAX(worst, off);
+                    worst_same = DT_MAX(worst_same, off_same);
+                }
                 sum += off;
                 sum_bytes += logit_error(dt_session_logits(bytes), dt_session_logits(a), n_vocab);
             }
-            print_message("%s %s, slots, %s: %.5f\n", w.device ? w.device : "cpu", w.kernel ? w.kernel : "", c < 2 ? "f16" : "int8",
-                          c < 2 ? worst : sum / STEPS);
-            assert_true(c < 2 ? worst <= FUSED_TOLERANCE : sum <= 1.5 * sum_bytes);
+            print_message("%s %s, slots, %s: %.5f, with the same slots %.5f\n", w.device ? w.device : "cpu",
+                          w.kernel ? w.kernel : "", c < 2 ? "f16" : "int8", c < 2 ? worst : sum / STEPS, worst_same);
+            assert_true(worst_same <= (c < 2 ? FUSED_TOLERANCE : INT8_TOLERANCE));
+            /* A GPU that multiplies in halves rounds keys so that a token may come nearer to another slot. */
+            assert_true(c < 2 ? worst <= FUSED_TOLERANCE || getenv("DT_TEST_DEVICE") != NULL : sum <= 1.5 * sum_bytes);
             for (int32_t layer = 0; layer < p.n_layers; layer++) {
                 dt_layer_stats stats;
                 assert_int_equal(dt_session_get_layer_stats(b, layer, &stats), DT_OK);
@@ -929,6 +938,7 @@ static void test_slots(void **state) {
             dt_session_free(a);
             dt_session_free(b);
             dt_session_free(bytes);
+            dt_session_free(same);
             dt_eviction_free(eviction);
         }
         dt_model_close(model);
@@ -1019,5 +1029,6 @@ int main(void) {
         cmocka_unit_test(test_group_without_room),
         cmocka_unit_test(test_shares),
     };
+    cmocka_set_test_filter(getenv("DT_TEST_ONLY")); /* a device may take minutes for one */
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

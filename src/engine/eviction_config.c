@@ -154,7 +154,7 @@ static bool cuts_window(const dt_budget *budget, int32_t window) {
 /* Layers that keep their window instead of evicting: where nobody asked for less, and where the text would be repeated out of the
  * window's sight, so that reconstruction would find nothing. */
 static bool spares_window(const dt_eviction *eviction, const dt_budget *budget, int32_t window) {
-    const bool blind = window > 0 && budget->policy != NULL && budget->policy->needs_peak;
+    const bool blind = window > 0 && dt_budget_needs_peak(budget);
     return blind || (eviction->spares_windows && cuts_window(budget, window));
 }
 

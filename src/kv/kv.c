@@ -9,12 +9,9 @@
  */
 #include "kv/kv_internal.h"
 
-#include <math.h>
 #include <string.h>
 
 /* ---- blocks ---- */
-
-static size_t block_bytes(const dt_kv_layer_state *layer) { return sizeof(dt_kv_block_head) + layer->params.format.block_bytes; }
 
 static bool same_format(const dt_kv_format *a, const dt_kv_format *b) {
     return a->type_k == b->type_k && a->type_v == b->type_v && a->dim_k == b->dim_k && a->dim_v == b->dim_v &&
@@ -27,7 +24,7 @@ static void *block_new(dt_kv *kv, const dt_kv_layer_state *layer) {
         block = kv->spare;
         kv->spare = NULL;
     } else {
-        char *memory = dt_memory_alloc_block(kv->memory, block_bytes(layer));
+        char *memory = dt_memory_alloc_block(kv->memory, dt_kv_block_bytes(layer));
         block = memory == NULL ? NULL : memory + sizeof(dt_kv_block_head);
     }
     if (block != NULL) {
@@ -44,13 +41,13 @@ static void block_release(dt_kv *kv, const dt_kv_layer_state *layer, void *block
         kv->spare = block;
         kv->spare_layer = (int32_t)(layer - kv->layers);
     } else {
-        dt_memory_free_block(kv->memory, dt_kv_head(block), block_bytes(layer));
+        dt_memory_free_block(kv->memory, dt_kv_head(block), dt_kv_block_bytes(layer));
     }
 }
 
 static void spare_free(dt_kv *kv) {
     if (kv->spare != NULL) {
-        dt_memory_free_block(kv->memory, dt_kv_head(kv->spare), block_bytes(&kv->layers[kv->spare_layer]));
+        dt_memory_free_block(kv->memory, dt_kv_head(kv->spare), dt_kv_block_bytes(&kv->layers[kv->spare_layer]));
         kv->spare = NULL;
     }
 }
@@ -239,15 +236,11 @@ static bool remove_prepare(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane
     return true;
 }
 
-static int32_t entry_position(const dt_kv_format *f, const dt_kv_lane_state *lane, int32_t entry) {
-    return dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens];
-}
-
 static void remove_finish(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_state *lane, int32_t n_committed, int32_t n_behind,
                           const int32_t *victims, int32_t n) {
     const int32_t n_left = n_committed - n;
     for (int32_t i = 0; i < n; i++) {
-        lane->n_slots -= dt_is_slot(entry_position(&layer->params.format, lane, victims[i]));
+        lane->n_slots -= dt_is_slot(dt_kv_entry_position(&layer->params.format, lane, victims[i]));
     }
     int32_t in_tail = 0; /* first victim that lies behind n_left, where nothing has to be filled */
     while (in_tail < n && victims[in_tail] < n_left) {
@@ -290,17 +283,10 @@ static dt_status check_params(const dt_kv_layer_params *layers, int32_t n_layers
     return DT_OK;
 }
 
-static size_t layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * sizeof *kv->layers; }
-/* lanes, then lane_max and keep */
-#define LANE_BYTES (sizeof(dt_kv_lane_state) + 2 * sizeof(int32_t))
-static size_t lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * LANE_BYTES; }
-
-static bool policy_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
-
 /* The rows that an empty layer will have are those that its budget needs. */
 static void take_rows(dt_kv_layer_state *layer) {
     layer->has_mass = dt_budget_needs_mass(&layer->params.budget);
-    layer->has_peak = policy_needs_peak(&layer->params.budget);
+    layer->has_peak = dt_budget_needs_peak(&layer->params.budget);
 }
 
 static bool layer_is_empty(const dt_kv *kv, int32_t layer) {
@@ -337,10 +323,10 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
     kv->n_layers = n_layers;
     kv->n_lanes = n_lanes;
     kv->newest_dropped = -1;
-    kv->layers = dt_memory_alloc_zero(memory, layers_bytes(kv));
-    kv->lanes = dt_memory_alloc_zero(memory, lanes_bytes(kv));
+    kv->layers = dt_memory_alloc_zero(memory, dt_kv_layers_bytes(kv));
+    kv->lanes = dt_memory_alloc_zero(memory, dt_kv_lanes_bytes(kv));
     if (kv->layers == NULL || kv->lanes == NULL) {
-        const size_t bytes = layers_bytes(kv) + lanes_bytes(kv);
+        const size_t bytes = dt_kv_layers_bytes(kv) + dt_kv_lanes_bytes(kv);
         dt_kv_free(kv);
         return dt_fail_memory(error, bytes, "the KV cache");
     }
@@ -350,7 +336,7 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
     for (int32_t i = 0; i < n_layers; i++) {
         kv->layers[i] = (dt_kv_layer_state){.params = layers[i],
                                             .has_mass = dt_budget_needs_mass(&layers[i].budget),
-                                            .has_peak = policy_needs_peak(&layers[i].budget),
+                                            .has_peak = dt_budget_needs_peak(&layers[i].budget),
                                             .lanes = lane};
         take_budget(kv, i, &layers[i].budget);
         lane += layers[i].n_lanes;
@@ -390,8 +376,8 @@ void dt_kv_free(dt_kv *kv) {
     if (kv->home != NULL) {
         kv->home->ops->free(kv->home);
     }
-    dt_memory_free(kv->memory, kv->layers, layers_bytes(kv));
-    dt_memory_free(kv->memory, kv->lanes, lanes_bytes(kv));
+    dt_memory_free(kv->memory, kv->layers, dt_kv_layers_bytes(kv));
+    dt_memory_free(kv->memory, kv->lanes, dt_kv_lanes_bytes(kv));
     dt_memory_free(kv->memory, kv, sizeof *kv);
 }
 
@@ -466,7 +452,7 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
 dt_status dt_kv_set_budgets(dt_kv *kv, const dt_budget *budgets, int32_t total_cache_size, dt_error *error) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const bool lacks_mass = dt_budget_needs_mass(&budgets[i]) && !kv->layers[i].has_mass;
-        const bool lacks_peak = policy_needs_peak(&budgets[i]) && !kv->layers[i].has_peak;
+        const bool lacks_peak = dt_budget_needs_peak(&budgets[i]) && !kv->layers[i].has_peak;
         if ((lacks_mass || lacks_peak) && !layer_is_empty(kv, i)) {
             const bool for_slots = !budgets[i].policy->needs_mass && lacks_mass;
             return dt_fail(error, DT_ERR_ARGUMENT,
@@ -562,7 +548,7 @@ static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, d
                        "others end, or raise it",
                        dt_size_of(kv->memory->parent->limit).text, kv->next_position);
     }
-    return dt_fail_memory(error, block_bytes(layer), "the KV cache");
+    return dt_fail_memory(error, dt_kv_block_bytes(layer), "the KV cache");
 }
 
 dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error) {
@@ -637,7 +623,7 @@ static int32_t find_from(const dt_kv_layer_state *layer, const dt_kv_lane_state 
     const dt_kv_format *f = &layer->params.format;
     int32_t found = 0;
     for (int32_t entry = 0; entry < n; entry++) {
-        const int32_t p = entry_position(f, lane, entry);
+        const int32_t p = dt_kv_entry_position(f, lane, entry);
         if ((dt_is_slot(p) ? ~p : p) >= position) {
             out[found++] = entry;
         }
@@ -668,7 +654,7 @@ dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error) {
             const int32_t n_committed = lane->n_entries - kv->n_uncommitted;
             const int32_t n = find_from(layer, lane, n_committed, p, victims);
             if (!remove_prepare(kv, layer, lane, n_committed, 0, victims, n)) {
-                return dt_fail_memory(error, block_bytes(layer), "cutting the KV cache");
+                return dt_fail_memory(error, dt_kv_block_bytes(layer), "cutting the KV cache");
             }
         }
     }
@@ -717,10 +703,10 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const i
                            "victim %d of layer %d, KV head %d is not one of its %d committed entries in ascending order", victim,
                            layer_index, lane_index, n_committed);
         }
-        newest = DT_MAX(newest, entry_position(f, lane, victim));
+        newest = DT_MAX(newest, dt_kv_entry_position(f, lane, victim));
     }
     if (!remove_prepare(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n)) {
-        return dt_fail_memory(error, block_bytes(layer), "evicting from a shared KV cache");
+        return dt_fail_memory(error, dt_kv_block_bytes(layer), "evicting from a shared KV cache");
     }
     remove_finish(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n);
     lane_shrink(kv, layer, lane);
@@ -728,24 +714,7 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const i
     return DT_OK;
 }
 
-/* ---- readers ---- */
-
-void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_lane_view *out) {
-    const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
-    *out = (dt_kv_lane_view){
-        .spans = lane->spans,
-        .n_spans = lane->n_spans,
-        .n_entries = lane->n_entries,
-        .n_slots = lane->n_slots,
-        .n_uncommitted = kv->n_uncommitted,
-        .recent_mass = lane->recent_mass,
-        .total_mass = lane->total_mass,
-        .value_norm = lane->value_norm,
-        .peak_mass = lane->peak_mass,
-        .bias = lane->bias,
-        .origin = lane->origin,
-    };
-}
+/* ---- scores and biases ---- */
 
 dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer_index, int32_t lane_index, int32_t entry, float bias, dt_error *error) {
     const dt_kv_layer_state *layer = &kv->layers[layer_index];
@@ -762,112 +731,13 @@ dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer_index, int32_t lane_index, int
     return DT_OK;
 }
 
-void dt_kv_positions(const dt_kv *kv, int32_t layer_index, int32_t lane_index, int32_t *positions) {
-    const dt_kv_layer_state *layer = &kv->layers[layer_index];
-    const dt_kv_lane_state *lane = &layer->lanes[lane_index];
-    for (int32_t i = 0; i < lane->n_spans; i++) {
-        const dt_kv_span *span = &lane->spans[i];
-        memcpy(positions, dt_kv_position(&layer->params.format, span->block), (size_t)span->n * sizeof *positions);
-        positions += span->n;
-    }
-}
-
-void dt_kv_origins(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t *origins) {
-    const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
-    if (lane->origin != NULL) {
-        const dt_kv_format *f = &kv->layers[layer].params.format;
-        for (int32_t i = 0; i < lane->n_entries; i++) {
-            const int32_t position = entry_position(f, lane, i);
-            origins[i] = dt_is_slot(position) ? position : lane->origin[i];
-        }
-    } else {
-        dt_kv_positions(kv, layer, lane_index, origins);
-    }
-}
-
-int32_t dt_kv_shift(const dt_kv *kv) { return kv->shift; }
-
-int32_t dt_kv_length(const dt_kv *kv, int32_t layer_index) {
-    const dt_kv_layer_state *layer = &kv->layers[layer_index];
-    int32_t longest = 0;
-    for (int32_t j = 0; j < layer->params.n_lanes; j++) {
-        longest = DT_MAX(longest, layer->lanes[j].n_entries);
-    }
-    return longest;
-}
-
-int32_t dt_kv_blocks_of(const dt_kv *kv, int32_t layer) {
-    return dt_kv_blocks(&kv->layers[layer].params.format, dt_kv_length(kv, layer));
-}
-
-double dt_kv_mean_length(const dt_kv *kv, int32_t layer_index) {
-    const dt_kv_layer_state *layer = &kv->layers[layer_index];
-    int64_t sum = 0;
-    for (int32_t j = 0; j < layer->params.n_lanes; j++) {
-        sum += layer->lanes[j].n_entries;
-    }
-    return (double)sum / layer->params.n_lanes;
-}
-
-const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer) { return &kv->layers[layer].params; }
-
-double dt_kv_shared_length(const dt_kv *kv) {
-    double total = 0;
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        const dt_kv_layer_state *layer = &kv->layers[i];
-        int64_t n_slots = 0;
-        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
-            n_slots += layer->lanes[j].n_slots;
-        }
-        total += layer->params.budget.policy != NULL ? dt_kv_mean_length(kv, i) - (double)n_slots / layer->params.n_lanes : 0;
-    }
-    return total;
-}
-
-int64_t dt_kv_shared_room(const dt_kv *kv) {
-    int32_t n_sharing = 0;
-    for (int32_t i = 0; kv->total_cache_size > 0 && i < kv->n_layers; i++) {
-        n_sharing += kv->layers[i].params.budget.policy != NULL;
-    }
-    return n_sharing > 0 ? (int64_t)floor((kv->total_cache_size - dt_kv_shared_length(kv)) / n_sharing) : INT64_MAX;
-}
-
-int64_t dt_kv_room(const dt_kv *kv, int32_t layer_index, int64_t shared_room) {
-    const dt_kv_layer_state *layer = &kv->layers[layer_index];
-    int64_t room = shared_room;
-    if (layer->params.budget.policy == NULL) {
-        return INT64_MAX;
-    }
-    for (int32_t j = 0; j < layer->params.n_lanes; j++) {
-        const int64_t max = dt_budget_of_lane(&layer->params.budget, j).max_cache_size;
-        room = DT_MIN(room, max - (layer->lanes[j].n_entries - layer->lanes[j].n_slots));
-    }
-    return room;
-}
-
-bool dt_kv_exceeds(const dt_kv *kv, int32_t layer, int64_t n_more) { return n_more > dt_kv_room(kv, layer, dt_kv_shared_room(kv)); }
-
-bool dt_kv_has_masses(const dt_kv *kv) {
-    bool any = false;
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        const dt_kv_layer_state *layer = &kv->layers[i];
-        for (int32_t j = 0; layer->has_mass && j < layer->params.n_lanes; j++) {
-            const dt_kv_lane_state *lane = &layer->lanes[j];
-            for (int32_t entry = 0; !any && entry < lane->n_entries; entry++) {
-                any = lane->recent_mass[entry] > 0 || lane->total_mass[entry] > 0;
-            }
-        }
-    }
-    return any;
-}
-
 void dt_kv_forget_masses(dt_kv *kv) {
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
         for (int32_t j = 0; layer->has_mass && j < layer->params.n_lanes; j++) {
             dt_kv_lane_state *lane = &layer->lanes[j];
             for (int32_t entry = 0; entry < lane->n_entries; entry++) {
-                if (!dt_is_slot(entry_position(&layer->params.format, lane, entry))) {
+                if (!dt_is_slot(dt_kv_entry_position(&layer->params.format, lane, entry))) {
                     lane->recent_mass[entry] = lane->total_mass[entry] = 0;
                 }
             }
@@ -875,15 +745,7 @@ void dt_kv_forget_masses(dt_kv *kv) {
     }
 }
 
-bool dt_kv_layer_needs_mass(const dt_kv *kv, int32_t layer) {
-    return kv->layers[layer].has_mass && dt_budget_needs_mass(&kv->layers[layer].params.budget);
-}
-
-bool dt_kv_layer_needs_peak(const dt_kv *kv, int32_t layer) {
-    return kv->layers[layer].has_peak && policy_needs_peak(&kv->layers[layer].params.budget);
-}
-
-/* ---- bytes ---- */
+/* ---- scratch ---- */
 
 void *dt_kv_scratch(dt_kv *kv, size_t bytes) {
     if (bytes > kv->scratch_bytes) {
@@ -897,77 +759,3 @@ void *dt_kv_scratch(dt_kv *kv, size_t bytes) {
     }
     return kv->scratch;
 }
-
-size_t dt_kv_bytes(const dt_kv *kv) {
-    size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv) + kv->scratch_bytes;
-    bytes += kv->spare == NULL ? 0 : block_bytes(&kv->layers[kv->spare_layer]);
-    bytes += kv->home == NULL ? 0 : kv->home->ops->bytes(kv->home);
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        const dt_kv_layer_state *layer = &kv->layers[i];
-        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
-            const dt_kv_lane_state *lane = &layer->lanes[j];
-            bytes += (size_t)lane->n_spans * block_bytes(layer);
-            bytes += dt_kv_array_bytes(layer, lane->capacity_blocks, lane->bias != NULL);
-        }
-    }
-    return bytes;
-}
-
-size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n) {
-    size_t bytes = sizeof *kv + layers_bytes(kv) + lanes_bytes(kv);
-    bytes += kv->home == NULL ? 0 : kv->home->ops->bytes_for(kv->home, n);
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        const dt_kv_layer_state *layer = &kv->layers[i];
-        const int32_t blocks = dt_kv_blocks(&layer->params.format, n);
-        for (int32_t j = 0; j < layer->params.n_lanes; j++) {
-            bytes += (size_t)blocks * block_bytes(layer);
-            bytes += dt_kv_array_bytes(layer, blocks == 0 ? 0 : dt_kv_capacity_blocks(blocks), false);
-        }
-    }
-    return bytes;
-}
-
-/* The sum so far, and what is taken only once. */
-typedef struct bytes_bound {
-    size_t bytes, arrays, block, scratch, n_entries;
-    int32_t n_lanes;
-} bytes_bound;
-
-static void bound_layer(bytes_bound *b, const dt_kv_layer_state *layer, int32_t longest) {
-    const int32_t blocks = dt_kv_blocks(&layer->params.format, longest), n_lanes = layer->params.n_lanes;
-    const dt_budget *budget = &layer->params.budget;
-    const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), budget->memory_slots > 0);
-    const size_t scratch = budget->policy != NULL ? dt_kv_round_bytes(&layer->params, longest) : (size_t)longest * sizeof(int32_t);
-    b->bytes += sizeof *layer + (size_t)n_lanes * (LANE_BYTES + (size_t)blocks * block_bytes(layer) + lane_arrays);
-    b->n_lanes += n_lanes;
-    b->n_entries += (size_t)n_lanes * (size_t)longest;
-    b->arrays = DT_MAX(b->arrays, lane_arrays);      /* of one lane, twice while they are resized */
-    b->block = DT_MAX(b->block, block_bytes(layer)); /* the spare one */
-    b->scratch = DT_MAX(b->scratch, scratch);
-}
-
-static size_t bound_end(const bytes_bound *b, int32_t total_cache_size) {
-    const size_t shared = total_cache_size > 0 ? dt_kv_shared_bytes(b->n_lanes, b->n_entries) : 0;
-    return sizeof(dt_kv) + b->bytes + b->arrays + b->block + 2 * DT_MAX(b->scratch, shared); /* twice while it grows */
-}
-
-size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size) {
-    bytes_bound bound = {0};
-    for (int32_t i = 0; i < n_layers; i++) {
-        const dt_kv_layer_state layer = {.params = layers[i],
-                                         .has_mass = dt_budget_needs_mass(&layers[i].budget),
-                                         .has_peak = policy_needs_peak(&layers[i].budget)};
-        bound_layer(&bound, &layer, longest[i]);
-    }
-    return bound_end(&bound, total_cache_size);
-}
-
-size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *longest) {
-    bytes_bound bound = {0};
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        bound_layer(&bound, &kv->layers[i], longest[i]);
-    }
-    return bound_end(&bound, kv->total_cache_size);
-}
-
-int32_t dt_kv_total_cache_size(const dt_kv *kv) { return kv->total_cache_size; }

@@ -1,5 +1,5 @@
 /*
- * What kv.c, round.c, slots.c, window.c and kv_check.c share: how a cache lies in memory. Nobody outside this folder includes it.
+ * What the files of this folder share: how a cache lies in memory. Nobody outside this folder includes it.
  *
  * Invariants: every lane has one allocation for all its arrays (spans, then the float rows), resized as a whole, so that growing
  * either succeeds or changes nothing; capacities are a pure function of the number of blocks (dt_kv_capacity_blocks), so that
@@ -71,6 +71,17 @@ static inline dt_kv_block_head *dt_kv_head(void *block) { return (dt_kv_block_he
 static inline int32_t dt_kv_blocks(const dt_kv_format *format, int32_t n_entries) {
     return n_entries / format->block_tokens + (n_entries % format->block_tokens != 0);
 }
+
+static inline size_t dt_kv_block_bytes(const dt_kv_layer_state *layer) {
+    return sizeof(dt_kv_block_head) + layer->params.format.block_bytes;
+}
+static inline int32_t dt_kv_entry_position(const dt_kv_format *f, const dt_kv_lane_state *lane, int32_t entry) {
+    return dt_kv_position(f, lane->spans[entry / f->block_tokens].block)[entry % f->block_tokens];
+}
+/* A lane, and its place in dt_kv.lane_max and dt_kv.keep. */
+#define DT_KV_LANE_BYTES (sizeof(dt_kv_lane_state) + 2 * sizeof(int32_t))
+static inline size_t dt_kv_lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * DT_KV_LANE_BYTES; }
+static inline size_t dt_kv_layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * sizeof *kv->layers; }
 
 /* Blocks that a lane's arrays have room for when n are needed: n rounded up to eighths of its power of two. */
 int32_t dt_kv_capacity_blocks(int32_t n);

@@ -93,6 +93,8 @@ static inline bool dt_policy_repeats(const dt_policy *policy) {
 static inline bool dt_budget_needs_mass(const dt_budget *budget) {
     return budget->policy != NULL && (budget->policy->needs_mass || budget->memory_slots > 0);
 }
+/* Whether peaks are to be kept. */
+static inline bool dt_budget_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
 /* NULL when there is none of that name. score_name: NULL = the name's first. */
 const dt_policy *dt_policy_find(const char *name, const char *score_name);
 const dt_policy *const *dt_policies(int32_t *n);
