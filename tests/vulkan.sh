@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests of caches on devices, on Mesa's software Vulkan device (lavapipe): it needs no GPU. Builds in build-vulkan/; compiling
-# ggml's shaders takes a while. Debian: apt-get install mesa-vulkan-drivers libvulkan-dev glslc spirv-headers
+# ggml's shaders takes a while, and so does Mesa for some of them: half an hour in all. Debian: apt-get install mesa-vulkan-drivers
+# libvulkan-dev glslc spirv-headers, the drivers with -t bookworm-backports (docs/devices.md says why). DT_TEST_ONLY=NAME: one test.
 set -eu
 cd "$(dirname "$0")/.."
 cmake -S . -B build-vulkan -DDT_VULKAN=ON >/dev/null
