@@ -21,9 +21,7 @@ PRESETS = {"chat": (2048, 4096), "docqa": (4096, 8192), "code": (4096, 4096), "s
 class Model:
     """What of a GGUF file speed depends on."""
 
-    def __init__(self, path):
-        import gguf  # from requirements.txt
-        reader = gguf.GGUFReader(path)
+    def __init__(self, reader):
         arch = self.value(reader, "general.architecture")
 
         def key(name, default=None):
@@ -47,6 +45,31 @@ class Model:
     def value(reader, name, default=None):
         field = reader.fields.get(name)
         return default if field is None else field.contents()
+
+
+def read_model(path):
+    """Ends the program with a sentence where there is no model to read."""
+    try:
+        import gguf
+    except ImportError:
+        sys.exit("plan.py: Python's package gguf is missing: pip install -r requirements.txt, or use .venv, which bash run.sh --test makes")
+    try:
+        return Model(gguf.GGUFReader(path))
+    except OSError as error:
+        sys.exit(f"plan.py: {path}: {error.strerror or error}")
+    except Exception as error:  # the package raises whatever it stumbles over in a broken file
+        sys.exit(f"plan.py: {path} is not a whole GGUF model: {type(error).__name__}: {error}")
+
+
+def positive(text, kind=float):
+    value = kind(text)
+    if not 0 < value < 1e12:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def tokens(text):
+    return positive(text, int)
 
 
 def budgets(model, args):
@@ -85,27 +108,29 @@ def predict(model, args, limits):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="GGUF file")
-    parser.add_argument("--context", type=int, required=True, help="tokens in the conversation")
+    parser.add_argument("--context", type=tokens, required=True, metavar="N", help="tokens in the conversation")
     parser.add_argument("--device", choices=sorted(DEVICES), help="one whose data sheet is known")
-    parser.add_argument("--bandwidth", type=float, help="or: GB/s that it reads (deeptutor-bench tells this machine's)")
-    parser.add_argument("--tflops", type=float, help="and TFLOPS")
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="docqa")
-    parser.add_argument("--max-cache-size", type=int, help="instead of a preset: for every layer")
-    parser.add_argument("--kv-type", choices=("f16", "int8"), default="f16")
+    parser.add_argument("--bandwidth", type=positive, metavar="GB/S",
+                        help="what the device reads a second, in place of the data sheet's (deeptutor-bench measures this machine's)")
+    parser.add_argument("--tflops", type=positive, metavar="N", help="its dense half-precision TFLOPS, likewise")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--preset", choices=sorted(PRESETS), default="docqa", help="budgets with TLC on (docqa)")
+    limit.add_argument("--max-cache-size", type=tokens, metavar="N", help="instead: tokens that every layer keeps")
+    parser.add_argument("--kv-type", choices=("f16", "int8"), default="f16", help="numbers of the cache (f16)")
     args = parser.parse_args()
     if args.device:
         args.bandwidth, args.tflops = args.bandwidth or DEVICES[args.device][0], args.tflops or DEVICES[args.device][1]
     if not args.bandwidth or not args.tflops:
         parser.error("name a --device, or give --bandwidth and --tflops")
     args.number_bytes = 2.0 if args.kv_type == "f16" else 1.06
-    model = Model(args.model)
+    model = read_model(args.model)
     off, on = predict(model, args, [args.context] * model.layers), predict(model, args, budgets(model, args))
     print(f"{args.context} tokens, {args.bandwidth:.0f} GB/s x {DECODE_SHARE}, {args.tflops:g} TFLOPS x {PREFILL_SHARE}")
     print(f"{'':24}{'TLC off':>12}{'TLC on':>12}{'ratio':>8}")
     for name, title, ratio in (("kv_mib", "KV cache, MiB", on["kv_mib"] / off["kv_mib"]),
                                ("step_mib", "read per token, MiB", on["step_mib"] / off["step_mib"]),
                                ("decode", "decoding, tokens/s", on["decode"] / off["decode"]),
-                               ("prefill", "streaming prefill, t/s", on["prefill"] / off["prefill"])):
+                               ("prefill", "reading a prompt, t/s", on["prefill"] / off["prefill"])):
         print(f"{title:24}{off[name]:12.1f}{on[name]:12.1f}{ratio:8.2f}")
     return 0
 

@@ -42,11 +42,14 @@ static ggml_backend_dev_t find_device(const char *name) {
     return NULL;
 }
 
-/* A backend of that name without any device. */
+/* A backend of that name, or the one a device "CUDA1" would belong to, without any device. */
 static bool is_idle_backend(const char *name) {
     for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
         ggml_backend_reg_t registry = ggml_backend_reg_get(i);
-        if (strcasecmp(ggml_backend_reg_name(registry), name) == 0 && ggml_backend_reg_dev_count(registry) == 0) {
+        const size_t n = strlen(ggml_backend_reg_name(registry));
+        const bool named =
+            strncasecmp(ggml_backend_reg_name(registry), name, n) == 0 && name[n + strspn(name + n, "0123456789")] == '\0';
+        if (named && ggml_backend_reg_dev_count(registry) == 0) {
             return true;
         }
     }
