@@ -65,6 +65,13 @@ static dt_status fail_unknown(const char *name, dt_error *error) {
             at += (size_t)snprintf(known + at, sizeof known - at, ", %s", ggml_backend_dev_name(device));
         }
     }
+    if (name[0] == '\0') {
+        return dt_fail(error, DT_ERR_ARGUMENT, "a name is missing in the list of devices, before or after a comma");
+    }
+    if (strcasecmp(name, "cpu") == 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT,
+                       "\"cpu\" stands alone: beside other devices the CPU computes the layers that -ngl N leaves to it");
+    }
     if (strcasecmp(name, "rpc") == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "another machine is named by its address: rpc=HOST:PORT (docs/cluster.md)");
     }
