@@ -218,8 +218,9 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
 /* Memory slots of every layer that evicts and has no sliding window: entries, beside max_cache_size, that stand for evicted tokens.
  */
 dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_error *error);
-/* Settings that evict nothing, under which a session of DT_EVICT_HELD collects what all of settings[n] need, all of one model: forks
- * of it may go on under each of them. Attention is observed in every layer. Free with dt_eviction_free. */
+/* Settings for a session of DT_EVICT_HELD that is to collect what all of settings[n], n >= 1, need: forks of it may go on under each
+ * of them, all of one model. Attention is observed in every layer. For no other session: budgets are tiny. Free with
+ * dt_eviction_free. */
 dt_status dt_eviction_observe(const dt_eviction *const *settings, size_t n, dt_eviction **out, dt_error *error);
 /* The "TLC: layers a-b ..." lines, joined by newlines. Free with dt_free. */
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error);

@@ -64,7 +64,7 @@ def read_model(path):
 def positive(text, kind=float):
     value = kind(text)
     if not 0 < value < 1e12:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and below 1e12")
     return value
 
 

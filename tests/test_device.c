@@ -879,6 +879,28 @@ static void test_families(void **state) {
     }
 }
 
+/* Whatever tokens went into which slot, a lane's slots stand for the same in all. */
+static void assert_same_slots_weigh(const dt_session *a, const dt_session *b) {
+    for (int32_t layer = 0; layer < a->model->info.n_layers; layer++) {
+        for (int32_t lane = 0; lane < a->model->info.n_kv_heads[layer]; lane++) {
+            const dt_session *const both[] = {a, b};
+            double weight[2] = {0, 0}, mass[2] = {0, 0};
+            for (int side = 0; side < 2; side++) {
+                dt_kv_lane_view view;
+                int32_t positions[N_CTX];
+                dt_kv_lane(both[side]->kv, layer, lane, &view);
+                dt_kv_positions(both[side]->kv, layer, lane, positions);
+                for (int32_t e = 0; e < view.n_entries; e++) {
+                    weight[side] += dt_is_slot(positions[e]) ? exp((double)view.bias[e]) : 0;
+                    mass[side] += dt_is_slot(positions[e]) ? (double)view.total_mass[e] : 0;
+                }
+            }
+            assert_true(isfinite(weight[1]) && weight[0] > 1 && fabs(weight[1] / weight[0] - 1) <= 2e-2);
+            assert_true(isfinite(mass[1]) && mass[0] > 0 && fabs(mass[1] / mass[0] - 1) <= 1e-3);
+        }
+    }
+}
+
 /* What is evicted is merged into memory slots as the CPU's own kernels merge it; bytes cost no more than they do there. */
 static void test_slots(void **state) {
     (void)state;
@@ -908,6 +930,7 @@ static void test_slots(void **state) {
             sync_tokens(bytes, tokens, N);
             dt_session *same = open_session(plain, &here); /* with the slots that were merged there */
             save_and_load(b, same);
+            assert_same_slots_weigh(a, b);
             double worst = 0, worst_same = 0, sum = 0, sum_bytes = 0;
             for (int32_t t = N; t < N + STEPS; t++) {
                 dt_error error = {0};

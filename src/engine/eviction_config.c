@@ -501,9 +501,9 @@ dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_evic
 static const dt_policy *observing_policy(const dt_eviction *const *settings, size_t n, const dt_eviction *foretold, int32_t layer) {
     const dt_policy *policy = &dt_policy_importance_score;
     for (size_t i = 0; i < n; i++) {
-        const dt_policy *own = settings[i]->budgets[layer].policy;
-        if (own != NULL && own->needs_peak) {
-            const bool known = own->needs_weights && foretold->budgets[layer].weights != NULL;
+        const dt_budget *own = &settings[i]->budgets[layer];
+        if (dt_budget_needs_peak(own)) {
+            const bool known = own->policy->needs_weights && foretold->budgets[layer].weights != NULL;
             policy = known && policy != &dt_policy_reconstruct ? foretold->budgets[layer].policy : &dt_policy_reconstruct;
         }
     }
