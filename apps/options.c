@@ -37,8 +37,7 @@ static const dt_option model_rows[] = {
      "read the whole model file into memory, where others may cut it short or its disk may fail (mapped)"},
     {"--device", "NAME", DT_OPTION_TEXT, AT(device), 0, 0,
      "where layers run: cpu, cuda, metal, vulkan, a device by name, rpc=HOST:PORT for another machine, several separated by "
-     "commas; "
-     "list = show them (cpu)"},
+     "commas; list = show them (cpu)"},
     {"-ngl, --gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
      "the first N layers run on the device, their cache with them; more than there are: the output too (all)"},
     {"-ts, --tensor-split", "N0,N1,...", DT_OPTION_TEXT, AT(device_split), 0, 0,
@@ -373,7 +372,9 @@ bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int
         char name[NAME_MAX_BYTES], nearest[NAME_MAX_BYTES] = "";
         const char *text = split_flag(argv[i], name);
         if (name[0] != '-' || name[1] == 0) {
-            return refuse(message, capacity, "'%.60s' is no flag; a prompt is given with -p, and put into quotes", argv[i]);
+            return refuse(message, capacity, "'%.60s' is no flag; %s", argv[i],
+                          find_option(groups, n_groups, "--prompt") != NULL ? "a prompt is given with -p, and put into quotes"
+                                                                            : "--help lists all");
         }
         const dt_option *option = find_option(groups, n_groups, name);
         const dt_foreign_flag *foreign = option == NULL ? dt_find_foreign_flag(name) : NULL;

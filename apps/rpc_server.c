@@ -7,6 +7,7 @@
 #include "options.h"
 #include "report.h"
 
+#include <arpa/inet.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -57,17 +58,17 @@ int main(int argc, char **argv) {
     sigaction(SIGTERM, &action, NULL);
     signal(SIGPIPE, SIG_IGN); /* a client that hangs up */
     setvbuf(stdout, NULL, _IOLBF, 0);
-    if (strncmp(o.host, "127.", 4) != 0) {
+    struct in_addr address;
+    if (inet_pton(AF_INET, o.host, &address) == 1 && strncmp(o.host, "127.", 4) != 0) {
         dt_report(DT_LOG_WARN,
                   "whoever reaches %s:%lld can use this machine's memory and read what is computed here, unencrypted and "
                   "without a password: on trusted networks only",
                   o.host, (long long)o.port);
     }
-    const dt_rpc_server_params params = {.host = o.host,
-                                         .port = (int32_t)o.port,
-                                         .n_threads = (int32_t)o.shared.n_threads,
-                                         .device = o.shared.device,
-                                         .cache = o.cache};
+    dt_session_params session; /* no more threads than processors */
+    dt_shared_options_session(&o.shared, &session);
+    const dt_rpc_server_params params = {
+        .host = o.host, .port = (int32_t)o.port, .n_threads = session.n_threads, .device = o.shared.device, .cache = o.cache};
     const dt_status status = dt_rpc_serve(&params, &error);
     dt_report(DT_LOG_ERROR, "%s", error.message);
     return status == DT_ERR_ARGUMENT ? 2 : 1;

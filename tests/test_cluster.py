@@ -100,7 +100,7 @@ def stats(model, tmp_path, *flags):
 def assert_lost(code, log, *fragments):
     lines = log.decode().splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    assert code == 1 and len(errors) == 1 and lines[-1] == errors[0], log
+    assert code == 1 and len(errors) == 1 and lines[-1] == errors[0] and b" failed (bytes" not in log, log
     for fragment in fragments:
         assert fragment in errors[0], errors[0]
 
@@ -211,7 +211,7 @@ GREETING = struct.pack("<Q", 28)
 
 @pytest.mark.parametrize("reply, hangs_up, fragment", [
     (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "is no RPC server"),
-    (b"", True, "is no RPC server"),
+    (b"", True, "hung up when greeted"),
     (GREETING + bytes([6, 9, 0, 0]) + bytes(24), True, "protocol version 6.9"),
     (GREETING + bytes([7, 200, 0, 0]) + bytes(24), True, "protocol version 7.200"),
     (None, False, "does not answer"),
@@ -239,16 +239,21 @@ def test_one_client_at_a_time(model, servers):
         assert_lost(result.returncode, result.stderr, servers[0].address, "busy with another")
     result = main(model, "-p", "x", "-n", "1", "--device", f"{servers[0].device},{servers[0].device}")
     assert_lost(result.returncode, result.stderr, "named twice")
+    result = main(model, "-p", "x", "-n", "1", "--device", f"{servers[0].device},rpc=localhost:{servers[0].port}")
+    assert_lost(result.returncode, result.stderr, f"localhost:{servers[0].port}", "under another name")
+    result = main(model, "-p", "x", "-n", "1", "--device", f"list,{servers[0].device}")
+    assert_lost(result.returncode, result.stderr, "\"list\" stands alone")
 
 
 def test_server_usage(tmp_path):
     def fails(code, fragment, *flags):
         result = subprocess.run([RPC_SERVER, *flags], capture_output=True, timeout=30)
-        assert result.returncode == code and fragment in result.stderr, result.stderr
+        assert result.returncode == code and fragment in result.stderr and result.stderr.startswith(b"error: "), result.stderr
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         fails(1, b"can't be listened at: Address already in use", "-p", str(taken.getsockname()[1]))
-    fails(2, b"IPv4 address", "--host", "example.invalid")
+    fails(2, b"error: example.invalid:50052 can't be listened at: give an IPv4 address", "--host", "example.invalid")
+    fails(2, b"'10.0.0.1' is no flag; --help lists all", "10.0.0.1")
     fails(1, b"is no folder", "-c", str(tmp_path / "no"))
     fails(2, b"no device 'toaster'", "-d", "toaster")
     fails(2, b"between 1 and 65535", "-p", "0")

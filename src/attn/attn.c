@@ -106,10 +106,10 @@ const dt_attn_kernel *dt_attn_kernel_find(const char *name, dt_error *error) {
         }
     }
     if (known) {
-        dt_fail(error, DT_ERR_UNSUPPORTED, "this machine lacks the instructions of attention kernel '%s'; use one of: %s", name,
-                usable);
+        dt_fail(error, DT_ERR_UNSUPPORTED,
+                "this machine lacks the instructions of attention kernel '%s'; use one of: %s, ggml, ggml_matmul", name, usable);
     } else {
-        dt_fail(error, DT_ERR_ARGUMENT, "unknown attention kernel '%s'; use one of: %s", name, usable);
+        dt_fail(error, DT_ERR_ARGUMENT, "unknown attention kernel '%s'; use one of: %s, ggml, ggml_matmul", name, usable);
     }
     return NULL;
 }

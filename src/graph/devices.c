@@ -72,6 +72,9 @@ static dt_status fail_unknown(const char *name, dt_error *error) {
         return dt_fail(error, DT_ERR_ARGUMENT,
                        "\"cpu\" stands alone: beside other devices the CPU computes the layers that -ngl N leaves to it");
     }
+    if (strcasecmp(name, "list") == 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "\"list\" stands alone: --device list");
+    }
     if (strcasecmp(name, "rpc") == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "another machine is named by its address: rpc=HOST:PORT (docs/cluster.md)");
     }
@@ -119,29 +122,36 @@ dt_status dt_devices_find(const char *spec, int32_t rpc_timeout_s, ggml_backend_
         return DT_OK;
     }
     (void)dt_ggml_device_count(); /* fills the registry */
-    while (next_name(&spec, name)) {
+    dt_status status = dt_devices_check(spec, error);
+    while (status == DT_OK && next_name(&spec, name)) {
         int32_t n_here = 0;
-        const dt_status status = find_named(name, rpc_timeout_s, out + *n, most - *n, &n_here, error);
-        if (status != DT_OK) {
-            return status;
-        }
-        for (int32_t i = 0; i < *n; i++) {
-            if (out[i] == out[*n] && dt_device_is_remote(out[i])) {
-                return dt_fail(error, DT_ERR_ARGUMENT, "the RPC server %s is named twice", dt_rpc_endpoint(name));
-            }
-        }
+        status = find_named(name, rpc_timeout_s, out + *n, most - *n, &n_here, error);
         *n += n_here;
     }
-    return DT_OK;
+    return status;
 }
 
 dt_status dt_devices_check(const char *device, dt_error *error) {
-    char name[NAME_BYTES];
-    dt_status status = DT_OK;
-    while (status == DT_OK && next_name(&device, name)) {
-        status = dt_rpc_endpoint(name) != NULL ? dt_rpc_check(dt_rpc_endpoint(name), error) : DT_OK;
+    char names[DT_MAX_SERVERS][NAME_BYTES], name[NAME_BYTES];
+    const char *endpoints[DT_MAX_SERVERS];
+    int32_t n = 0;
+    while (next_name(&device, name)) {
+        if (dt_rpc_endpoint(name) == NULL) {
+            continue;
+        }
+        if (n == DT_MAX_SERVERS) {
+            return dt_fail(error, DT_ERR_ARGUMENT, "more than %d RPC servers", DT_MAX_SERVERS);
+        }
+        memcpy(names[n], name, sizeof name);
+        endpoints[n] = dt_rpc_endpoint(names[n]);
+        for (int32_t i = 0; i < n; i++) {
+            if (strcasecmp(endpoints[i], endpoints[n]) == 0) {
+                return dt_fail(error, DT_ERR_ARGUMENT, "the RPC server %s is named twice", endpoints[n]);
+            }
+        }
+        n++;
     }
-    return status;
+    return dt_rpc_check(endpoints, n, error);
 }
 
 int32_t dt_devices_of_this_machine(ggml_backend_dev_t *out, int32_t most) {
@@ -168,9 +178,10 @@ dt_status dt_devices_list(char **out, dt_error *error) {
             continue;
         }
         ggml_backend_dev_memory(device, &available, &total);
-        at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-10s %s, %.0f MiB, %.0f MiB free\n",
+        at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-10s %s, %.0f MiB, %.0f MiB free\n%s",
                                is_cpu(device) ? "cpu" : ggml_backend_dev_name(device), ggml_backend_dev_description(device),
-                               (double)total / MIB, (double)available / MIB);
+                               (double)total / MIB, (double)available / MIB,
+                               is_cpu(device) ? "ggml-cpu   the same, taken like a GPU: ggml's operators only (for tests)\n" : "");
     }
     for (size_t i = 0; i < ggml_backend_reg_count() && at < LIST_BYTES; i++) {
         ggml_backend_reg_t registry = ggml_backend_reg_get(i);

@@ -3,7 +3,8 @@
  * later; so each server is greeted here first, by a connection of our own. What comes later nobody can catch in the same process:
  * programs compute in a child (apps/guard.c), and deeptutor.h tells library users.
  *
- * Invariant: ggml is asked to connect only right after a server has answered with a version that it understands.
+ * Invariant: ggml is asked to connect only right after a server has answered with a version that it understands. All servers of a
+ * list are greeted before the first is left, so that one under two names is found out: it talks to one client at a time.
  */
 #define _POSIX_C_SOURCE 200112L /* getaddrinfo */
 #define _DARWIN_C_SOURCE        /* SO_NOSIGPIPE */
@@ -91,7 +92,8 @@ static bool receive(int descriptor, void *out, size_t n) {
     return true;
 }
 
-static dt_status greet(int descriptor, const char *endpoint, dt_error *error) {
+/* is_first: no other server has been greeted and waits for us. */
+static dt_status greet(int descriptor, const char *endpoint, bool is_first, dt_error *error) {
     const struct timeval limit = {.tv_sec = GREETING_S};
     unsigned char request[1 + 8 + CAPS_BYTES] = {HELLO, CAPS_BYTES}, reply[8 + 4 + CAPS_BYTES] = {0}; /* little-endian lengths */
     setsockopt(descriptor, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
@@ -104,12 +106,18 @@ static dt_status greet(int descriptor, const char *endpoint, dt_error *error) {
     const bool answered = send(descriptor, request, sizeof request, MSG_NOSIGNAL) == (ssize_t)sizeof request &&
                           receive(descriptor, reply, sizeof length);
     if (!answered && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-        return dt_fail(
-            error, DT_ERR_IO,
-            "the RPC server %s does not answer: it serves one client at a time, so it may be busy with another, or it hangs",
-            endpoint);
+        return dt_fail(error, DT_ERR_IO,
+                       "the RPC server %s does not answer: it serves one client at a time, so it may be busy with another%s, or it "
+                       "hangs",
+                       endpoint, is_first ? "" : ", or be one named before it under another name");
     }
-    const bool known = answered && memcmp(reply, length, sizeof length) == 0 && receive(descriptor, reply + 8, sizeof reply - 8);
+    if (!answered) {
+        return dt_fail(error, DT_ERR_IO,
+                       "the RPC server %s hung up when greeted: has it just ended? Or is it no RPC server at all, and the port "
+                       "another one?",
+                       endpoint);
+    }
+    const bool known = memcmp(reply, length, sizeof length) == 0 && receive(descriptor, reply + 8, sizeof reply - 8);
     if (!known) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
                        "what listens at %s is no RPC server of protocol version %d: is the port right, and does "
@@ -125,8 +133,10 @@ static dt_status greet(int descriptor, const char *endpoint, dt_error *error) {
     return DT_OK;
 }
 
-dt_status dt_rpc_check(const char *endpoint, dt_error *error) {
+/* *descriptor: the open connection; -1 where there is none. */
+static dt_status check(const char *endpoint, bool is_first, int *descriptor, dt_error *error) {
     char host[256], port[6];
+    *descriptor = -1;
     dt_status status = split_endpoint(endpoint, host, sizeof host, port, error);
     if (status != DT_OK) {
         return status;
@@ -138,19 +148,30 @@ dt_status dt_rpc_check(const char *endpoint, dt_error *error) {
         return dt_fail(error, DT_ERR_IO, "the RPC server %s can't be found: the name '%s' does not resolve to an IPv4 address (%s)",
                        endpoint, host, gai_strerror(unresolved));
     }
-    const int descriptor = socket(AF_INET, SOCK_STREAM, 0);
-    const int reason = descriptor >= 0 ? connect_within(descriptor, address) : errno;
+    *descriptor = socket(AF_INET, SOCK_STREAM, 0);
+    const int reason = *descriptor >= 0 ? connect_within(*descriptor, address) : errno;
     freeaddrinfo(address);
     if (reason != 0) {
-        status = dt_fail(error, DT_ERR_IO,
-                         "the RPC server %s can't be reached: %s; does deeptutor-rpc-server run there, and listen "
-                         "at that address (--host)?",
-                         endpoint, strerror(reason));
-    } else {
-        status = greet(descriptor, endpoint, error);
+        return dt_fail(error, DT_ERR_IO,
+                       "the RPC server %s can't be reached: %s; does deeptutor-rpc-server run there, and listen "
+                       "at that address (--host)?",
+                       endpoint, strerror(reason));
     }
-    if (descriptor >= 0) {
-        close(descriptor);
+    return greet(*descriptor, endpoint, is_first, error);
+}
+
+dt_status dt_rpc_check(const char *const *endpoints, int32_t n, dt_error *error) {
+    int descriptors[DT_MAX_SERVERS];
+    int32_t n_open = 0;
+    dt_status status = DT_OK;
+    while (status == DT_OK && n_open < n) {
+        status = check(endpoints[n_open], n_open == 0, &descriptors[n_open], error);
+        n_open++;
+    }
+    for (int32_t i = 0; i < n_open; i++) {
+        if (descriptors[i] >= 0) {
+            close(descriptors[i]);
+        }
     }
     return status;
 }
@@ -170,10 +191,6 @@ dt_status dt_rpc_open(const char *endpoint, int32_t timeout_s, ggml_backend_dev_
         rpc != NULL ? (add_server_fn)ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server") : NULL;
     if (add_server == NULL) {
         return dt_fail(error, DT_ERR_UNSUPPORTED, "this build can't compute on other machines; build it with -DDT_RPC=ON");
-    }
-    const dt_status status = dt_rpc_check(endpoint, error);
-    if (status != DT_OK) {
-        return status;
     }
     const set_timeout_fn set_timeout = (set_timeout_fn)ggml_backend_reg_get_proc_address(rpc, "rpc_transport_set_timeout");
     if (set_timeout != NULL) { /* a patch of ours: others wait for ever */

@@ -88,7 +88,9 @@ void end_line() {
     const bool warning = lines.level == GGML_LOG_LEVEL_WARN;
     /* A build for GPUs on a machine without one: of no interest to those who compute on the CPU, and who names the device is told. */
     const bool no_device = std::strstr(lines.pending, "failed to initialize CUDA") != nullptr;
-    dt_log(error && !wanted && !no_device ? DT_LOG_WARN : warning ? DT_LOG_INFO : DT_LOG_DEBUG, "%s", lines.pending);
+    /* An RPC server that went away: the process ends in the same moment, and who waits for it tells why (apps/guard.c). */
+    const bool lost = std::strncmp(lines.pending, "recv failed", 11) == 0 || std::strncmp(lines.pending, "send failed", 11) == 0;
+    dt_log(error && !wanted && !no_device && !lost ? DT_LOG_WARN : warning ? DT_LOG_INFO : DT_LOG_DEBUG, "%s", lines.pending);
 }
 
 void log_receive(ggml_log_level level, const char *text, void *) {
