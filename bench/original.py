@@ -100,14 +100,21 @@ def llama_rows(bench, args, model, fa, flags):
     return [row["avg_ts"] for row in rows]
 
 
+def measure_llama_with(bench, args, model, fa, prompt, decode):
+    """Decoding first: it brings the file into memory, so that reading needs no warm-up, which would read the whole prompt too."""
+    after = llama_rows(bench, args, model, fa["decode"], ["-p", 0, "-n", decode, "-d", prompt])[0]
+    return {"prompt": llama_rows(bench, args, model, fa["prompt"], ["-p", prompt, "-n", 0, "--no-warmup"])[0], "decode": after}
+
+
 def measure_llama(bench, args, model, prompt, decode):
-    """The better of flash attention off and on, test by test."""
-    best = {"prompt": 0.0, "decode": 0.0}
-    for fa in args.flash_attention:
-        best["prompt"] = max(best["prompt"], *llama_rows(bench, args, model, fa, ["-p", prompt, "-n", 0]))
-        best["decode"] = max(best["decode"], *llama_rows(bench, args, model, fa, ["-p", 0, "-n", decode, "-d", prompt]))
-        say(f"    fa {fa} done")
-    return best
+    """With flash attention off or on, whichever is faster after a quarter of the prompt, test by test."""
+    probes = {fa: measure_llama_with(bench, args, model, {"prompt": fa, "decode": fa}, prompt // 4, min(decode, 16))
+              for fa in args.flash_attention} if len(args.flash_attention) > 1 else {args.flash_attention[0]: None}
+    best = {test: max(probes, key=lambda fa: probes[fa][test]) if len(probes) > 1 else next(iter(probes))
+            for test in ("prompt", "decode")}
+    for fa, values in probes.items() if len(probes) > 1 else ():
+        say(f"    -fa {fa} after {prompt // 4}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} t/s")
+    return measure_llama_with(bench, args, model, best, prompt, decode)
 
 
 def eviction_rows(shape):
@@ -153,7 +160,8 @@ def estimate(args, bench, model, prompt, shape, engines):
         fa = args.flash_attention[0]
         read = llama_rows(bench, args, model, fa, ["-p", min(prompt, 256), "-n", 0])[0]
         decode = llama_rows(bench, args, model, fa, ["-p", 0, "-n", 8])[0]
-        seconds += len(args.flash_attention) * (2 * prompt / read * 2 + shape.decode / decode * 2)
+        probes = len(args.flash_attention) / 4 if len(args.flash_attention) > 1 else 0
+        seconds += (1 + probes) * 2 * prompt / read * 1.5 + shape.decode / decode * 2
     return seconds * args.rounds
 
 
@@ -278,7 +286,7 @@ def main():
     parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")
     parser.add_argument("--llama-bench", type=Path, help="one that is built already (built into build-peers/)")
     parser.add_argument("--flash-attention", default="0,1", type=lambda s: [int(x) for x in s.split(",")],
-                        help="llama.cpp's -fa, the better one counts (0,1)")
+                        help="llama.cpp's -fa; of both the one that is faster after a quarter of the prompt (0,1)")
     parser.add_argument("--keep", action="store_true", help="keep the models made")
     parser.add_argument("--text", default=ROOT / "examples/genesis.txt", help="for KL divergences (examples/genesis.txt)")
     parser.add_argument("--bench", default=ROOT / "deeptutor-bench")
@@ -295,7 +303,7 @@ def main():
             sys.exit(f"{program} is not there; run: bash run.sh --test")
     folder = args.output or ROOT / "bench/results" / peers.processor_name().replace(" ", "-")
     args.scratch.mkdir(parents=True, exist_ok=True)
-    bench = None if args.no_llama else args.llama_bench or peers.build_llama_bench()
+    bench = None if args.no_llama else args.llama_bench or peers.build_peer("llama-bench")
     shapes = read_rows(folder / f"original-t{args.threads}.csv")
     for name in args.shapes.split(","):
         rows = measure_shape(args, bench, name, SHAPES[name])

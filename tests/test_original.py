@@ -13,6 +13,31 @@ pytestmark = pytest.mark.skipif(not all(os.access(program, os.X_OK) for program 
                                 reason="DT_BENCH, DT_EVAL or DT_MAKE_MODEL names no program")
 
 
+FAKE_LLAMA = """#!/usr/bin/env python3
+import json, sys
+value = {name: sys.argv[sys.argv.index(name) + 1] for name in ("-fa", "-p", "-n")}
+open(sys.argv[0] + ".log", "a").write(" ".join(sys.argv[1:]) + "\\n")
+print(json.dumps([{"avg_ts": 100 + int(value["-fa"]) * (1 if value["-n"] == "0" else -1)}]))
+"""
+
+
+def test_better_setting_of_llama(tmp_path):
+    """Each test with the setting that is faster in it, found on a quarter of the prompt."""
+    fake = tmp_path / "llama-bench"
+    fake.write_text(FAKE_LLAMA)
+    fake.chmod(0o755)
+    command = [sys.executable, str(ROOT / "bench/original.py"), "--shapes", "tiny", "-t", "1", "-o", tmp_path, "--llama-bench", fake,
+               "--scratch", tmp_path / "models", "--bench", BENCH, "--eval", EVAL, "--make-model", MAKE_MODEL]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "original-t1.csv", newline="") as file:
+        row = next(csv.DictReader(file))
+    assert (row["engine"], float(row["prompt"]), float(row["decode"])) == ("llama.cpp", 101, 100)
+    asked = (tmp_path / "llama-bench.log").read_text().splitlines()
+    assert sum("-p 512 -n 0" in line for line in asked) == 1 and sum("-n 32 -d 512" in line for line in asked) == 1
+    assert any("-fa 1" in line and "-p 512 -n 0 --no-warmup" in line for line in asked)
+
+
 def test_tiny_shape(tmp_path):
     command = [sys.executable, str(ROOT / "bench/original.py"), "--shapes", "tiny", "--no-llama", "-t", "1", "-o", tmp_path,
                "--scratch", tmp_path / "models", "--bench", BENCH, "--eval", EVAL, "--make-model", MAKE_MODEL]
