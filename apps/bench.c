@@ -250,13 +250,12 @@ static dt_status decode_once(const bench *b, dt_session *session, dt_sampler *sa
     dt_status status = DT_OK;
     for (int64_t i = 0; status == DT_OK && i < b->options->n_decode; i++) {
         int32_t token;
-        float probability;
         const double sampling = 1e3 * dt_seconds_now();
-        status = dt_sampler_sample(sampler, dt_session_logits(session), &token, &probability, error);
+        status = dt_sampler_sample(sampler, dt_session_logits(session), &token, NULL, error);
         sampling_ms += 1e3 * dt_seconds_now() - sampling;
         if (status == DT_OK) {
             /* the bench's own token, so that the next repeat finds the same text */
-            status = dt_session_append(session, b->tokens[context_now(session)], probability, error);
+            status = dt_session_append(session, b->tokens[context_now(session)], error);
         }
     }
     const double ms = 1e3 * dt_seconds_now() - start;
@@ -294,7 +293,7 @@ static dt_status measure_depth(bench *b, dt_session *session, int64_t depth, boo
         status = dt_session_fill_random(session, depth, error);
         if (status == DT_OK) { /* a decode step needs logits to begin with */
             memcpy(b->tokens, dt_session_tokens(session, &(size_t){0}), (size_t)depth * sizeof *b->tokens);
-            status = dt_session_append(session, b->tokens[depth], 1, error);
+            status = dt_session_append(session, b->tokens[depth], error);
         }
     } else if (depth > 0) {
         samples s = {0};
@@ -364,13 +363,12 @@ static dt_status decode_crowd(const bench *b, crowd *c, dt_sampler *sampler, sam
         const double sampling = 1e3 * dt_seconds_now();
         for (size_t i = 0; i < c->n; i++) {
             int32_t token;
-            float probability = 1;
             const float *logits = dt_session_logits(c->sessions[i]);
             if (logits != NULL && status == DT_OK) { /* there are none after random filling */
-                status = dt_sampler_sample(sampler, logits, &token, &probability, error);
+                status = dt_sampler_sample(sampler, logits, &token, NULL, error);
             }
             c->steps[i] = (dt_step){
-                .session = c->sessions[i], .tokens = &b->tokens[context_now(c->sessions[i])], .n = 1, .probability = probability};
+                .session = c->sessions[i], .tokens = &b->tokens[context_now(c->sessions[i])], .n = 1};
         }
         s->sampling_ms += 1e3 * dt_seconds_now() - sampling;
         status = status == DT_OK ? dt_group_step(c->group, c->steps, c->n, error) : status;
@@ -543,10 +541,11 @@ static int run(void *user) {
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }
+    const bool usage = b->model != NULL && (status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG);
     free(b->tokens);
     dt_eviction_free(b->eviction);
     dt_model_close(b->model);
-    return status == DT_OK ? 0 : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG ? 2 : 1;
+    return status == DT_OK ? 0 : usage ? 2 : 1;
 }
 
 int main(int argc, char **argv) {

@@ -290,6 +290,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         dt_model_params model_params;
         dt_shared_options_model(&e->options->shared, &model_params);
         status = dt_model_open(e->options->shared.model, &model_params, &e->model, error);
+        e->unopened = status != DT_OK;
     }
     if (status == DT_OK && c->run == eval_long && o->n_context == 0) {
         o->n_context = dt_model_get_info(e->model)->n_ctx_train;
@@ -410,9 +411,8 @@ static int measure(void *user) {
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }
-    return status == DT_OK                                                               ? (e.rejected ? EXIT_REJECTED : 0)
-           : status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO ? 2
-                                                                                         : 1;
+    const bool usage = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO;
+    return status == DT_OK ? (e.rejected ? EXIT_REJECTED : 0) : usage && !e.unopened ? 2 : 1;
 }
 
 int main(int argc, char **argv) {

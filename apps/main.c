@@ -280,7 +280,7 @@ static dt_status compute_last(const dt_run *run, size_t n_given, dt_error *error
         dt_token_is_end(run->model, run->generated[run->n_generated - 1])) {
         return DT_OK;
     }
-    return dt_session_append(run->session, run->generated[run->n_generated - 1], 1, error);
+    return dt_session_append(run->session, run->generated[run->n_generated - 1], error);
 }
 
 static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {

@@ -130,7 +130,7 @@ static size_t plan_step(dt_scheduler *s) {
         if (q->follows || q->over || (job->score && q->n_read < job->n_tokens)) {
             continue;
         }
-        dt_step step = {.session = q->session, .tokens = &q->token, .n = 1, .probability = q->probability};
+        dt_step step = {.session = q->session, .tokens = &q->token, .n = 1};
         if (q->n_read < job->n_tokens) {
             const size_t left = job->n_tokens - q->n_read;
             const int32_t chunk = left < (size_t)q->n_batch ? (int32_t)left : q->n_batch;
@@ -142,8 +142,7 @@ static size_t plan_step(dt_scheduler *s) {
             step = (dt_step){.session = q->session,
                              .tokens = job->tokens + q->n_read,
                              .n = chunk,
-                             .n_follow = (int32_t)(left - (size_t)chunk),
-                             .probability = 1.0f};
+                             .n_follow = (int32_t)(left - (size_t)chunk)};
         }
         s->stepped[n] = (size_t)i;
         s->steps[n++] = step;

@@ -15,7 +15,6 @@ typedef struct dt_sequence { /* a reply in the making */
     size_t n_read; /* tokens of the prompt in the session */
     bool follows;  /* it forks off the job's first reply once the prompt is read */
     int32_t token; /* sampled, not computed yet */
-    float probability;
     int32_t n_batch, n_ctx;
     int64_t n_rounds, n_evicted, n_lacking; /* already counted */
     int64_t last_tlc_us, tlc_rounds;

@@ -35,14 +35,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVAL = ROOT / "deeptutor-eval"
 GENRES = ("prose", "reference", "code", "dialogue")
 CORPUS = "chatterbot-corpus==1.3.3"
-PIECE_CHARS = 26000  # more than 4,353 tokens of any of the texts
+PIECE_CHARS = 26000, 53000  # more than 4,353 tokens of any of the texts, and than 8,320 (dialogues less)
 KEPT = (0.25, 0.125)
 CONTINUATION = 128
 QUOTE = 0.2  # depth of what is quoted: outside of any window compared
 SMALL = 128  # a budget where little but pins is left
 NEEDLE_CONTEXT = 2000
 PARTS_SIZES = (128, 256, 512)
-WITHOUT = ("fast-without-total", "fast-without-values", "fast-without-window")
+WITHOUT = ("fast-without-values", "fast-without-window")
+PREDICT_WITHOUT = "predict-without-attention"
 
 
 # ---- texts -----------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def dialogue(folder):
     return "\n".join(lines)
 
 
-def texts(folder):
+def texts(folder, chars):
     """Makes the pieces: {name: file}."""
     files = {"%s%d" % (genre, i): folder / ("%s%d.txt" % (genre, i)) for genre in GENRES for i in range(8)}
     if all(file.exists() for file in files.values()):
@@ -97,11 +98,10 @@ def texts(folder):
     modules = [(library / name).read_text() for name in ("argparse.py", "tarfile.py", "typing.py", "http/client.py")]
     talk = dialogue(folder)
     made = {
-        "prose": spread(bible, 8, PIECE_CHARS),
-        "reference": spread(options, 4, PIECE_CHARS) +
-                     [spread(manual(page), 1, PIECE_CHARS)[0] for page in ("bash", "find", "proc", "git-config")],
-        "code": spread(sources, 4, PIECE_CHARS) + [spread(module, 1, PIECE_CHARS)[0] for module in modules],
-        "dialogue": spread(talk, 8, PIECE_CHARS),
+        "prose": spread(bible, 8, chars),
+        "reference": spread(options, 4, chars) + [spread(manual(page), 1, chars)[0] for page in ("bash", "find", "proc", "git-config")],
+        "code": spread(sources, 4, chars) + [spread(module, 1, chars)[0] for module in modules],
+        "dialogue": spread(talk, 8, chars),
     }
     for genre, pieces in made.items():
         for i, piece in enumerate(pieces):
@@ -169,14 +169,19 @@ class Settings:
                 if kept > 0.2 or way in ("predict", "reconstruct")]
 
     def parts(self):
-        """The score fast, and without each of its parts."""
+        """The scores fast and predict, and without each of their parts."""
+        config = json.loads(pathlib.Path(self.calibration).read_text())
+        for entry in config["layers"].values():
+            entry["score"] = PREDICT_WITHOUT
         return [{"name": "%s always %d" % (score, size), "evict": "always", **self.equal(size, score=score)}
-                for size in PARTS_SIZES for score in ("fast",) + WITHOUT]
+                for size in PARTS_SIZES for score in ("fast",) + WITHOUT] + [
+                {"name": "%s always %d" % (score, size), "evict": "always", **self.predict(size), "config": source}
+                for size in PARTS_SIZES for score, source in (("predict", self.calibration), (PREDICT_WITHOUT, config))]
 
     def slots(self):
-        """With slots, and without at equal bytes: a token has 16 bytes more with slots under a window, 4 under a score (of 264)."""
+        """With slots, and without at equal bytes: a token has 12 bytes more with slots under a window, 4 under a score (of 264)."""
         rows = []
-        for way, size, slots, instead in (("window", 256, 16, 289), ("window", 512, 16, 560), ("fast", 256, 16, 276),
+        for way, size, slots, instead in (("window", 256, 16, 285), ("window", 512, 16, 552), ("fast", 256, 16, 276),
                                           ("fast", 512, 64, 585), ("predict", 512, 16, 536)):
             for n, tokens, name in ((slots, size, "on"), (0, instead, "off")):
                 setting = dict(self.ways(tokens)[way])
@@ -221,9 +226,8 @@ def runs(options, folder, files):
         for genre in GENRES:
             file = files["%s%d" % (genre, i)]
             yield i, "kld", "%s%d" % (genre, i), compare("kld" if i < options.serving else "once", file)
-            if i < options.pieces // 2:
-                yield i + 0.5, "presets", "%s%d" % (genre, i), compare("presets", file)
-                yield i + 0.75, "parts", "%s%d" % (genre, i), compare("parts", file)
+            yield i + 0.5, "presets", "%s%d" % (genre, i), compare("presets", file)
+            yield i + 0.75, "parts", "%s%d" % (genre, i), compare("parts", file)
     for seed in range(1, options.samples + 1):
         for question in ("after", "aware"):
             yield (seed - 1) // 2, "needle", "%s-%d" % (question, seed), (
@@ -234,7 +238,7 @@ def runs(options, folder, files):
 
 def measure(options):
     folder = pathlib.Path(options.output)
-    files = texts(folder / "texts")
+    files = texts(folder / "texts", PIECE_CHARS[options.context > 4096])
     settings = Settings(layers_of(options.calibration or calibrate(options, folder)),
                         pathlib.Path(options.calibration or folder / "calibration.tlc.json").resolve(), options.context)
     for kind, rows in (("kld", settings.main(True)), ("once", settings.main(False)), ("presets", settings.presets()),
@@ -313,14 +317,14 @@ def pairs_table(found, title, pairs):
 
 def comparisons(folder):
     found, parts = rows_of(folder, "kld"), rows_of(folder, "parts")
-    for name in ("fast",) + WITHOUT:
+    for name in ("fast", "predict", PREDICT_WITHOUT) + WITHOUT:
         of_size = [klds(parts.get("%s always %d" % (name, size), {})) for size in PARTS_SIZES]
         parts[name + " always, mean of these"] = {
             piece: {"kld": mean([kld[piece] for kld in of_size])[0]} for piece in set.intersection(*map(set, of_size))}
     return (pairs_table(found, "A shared budget against equal ones", [
         ("%s once %s" % (way, kept), "%s-equal once %s" % (way, kept)) for way in ("predict", "reconstruct") for kept in KEPT]) +
-        pairs_table(parts, "The score fast, and without each of its parts", [
-            ("fast always" + size, "%s always%s" % (name, size)) for name in WITHOUT
+        pairs_table(parts, "Scores, and without each of their parts", [
+            ("%s always%s" % (name.split("-")[0], size), "%s always%s" % (name, size)) for name in WITHOUT + (PREDICT_WITHOUT,)
             for size in [" %d" % size for size in PARTS_SIZES] + [", mean of these"]]) +
         pairs_table(parts, "Memory slots, at equal bytes", [
             (name, name[:-2] + "off") for name in parts if name.endswith(" on")]))
@@ -380,7 +384,8 @@ def main():
     parser.add_argument("--only", default="kld,needle,presets,parts", type=lambda text: text.split(","))
     parser.add_argument("--pieces", type=int, default=8, help="of each kind of text, at most 8")
     parser.add_argument("--serving", type=int, default=2, help="of these, compared as serving does too, token by token: slow (2)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens read, at most 4096 (2048)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens read, at most 8064, where presets are as large as they are; "
+                        "a DIR of its own for each (2048)")
     parser.add_argument("--samples", type=int, default=16, help="texts with needles")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="print the tables of what is there, and measure nothing")

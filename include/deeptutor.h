@@ -303,8 +303,8 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
 /* The first half of it: takes the conversation back to what it shares with tokens[n] and computes nothing. What is missing, tokens
  * [result->reused_tokens, n), is to be appended; where nothing is, the logits are there. */
 dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error);
-/* One decode step: appends `token`. probability: how likely it was when sampled (weights its attention in scores); 1 = unknown. */
-dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error);
+/* One decode step: appends `token`. */
+dt_status dt_session_append(dt_session *session, int32_t token, dt_error *error);
 /* Called with logits[n_vocab], those after the i-th of the scored tokens. Returning false stops. */
 typedef bool (*dt_logits_fn)(size_t i, const float *logits, void *user);
 /* Appends a known text, with the logits after each of its tokens. Evicts as decoding it token by token would; where nothing can be
@@ -354,7 +354,6 @@ typedef struct dt_step {
     dt_session *session;
     const int32_t *tokens; /* [n] appended to it: one to decode, or up to the session's n_batch of a prompt */
     int32_t n, n_follow;   /* n_follow: tokens of the prompt that later steps bring, 0 when decoding */
-    float probability;     /* of a decoded token, as in dt_session_append */
     dt_error error;        /* out: code DT_OK, or why this step failed; what the session holds, dt_session_tokens tells then */
 } dt_step;
 

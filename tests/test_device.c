@@ -761,7 +761,7 @@ static void test_group(void **state) {
             random_tokens(tokens[s], N + STEPS, 3, n_vocab, 37 + (uint64_t)s);
             n_read[s] = N - 2 * s;
             sync_tokens(alone[s], tokens[s], (size_t)n_read[s]);
-            steps[s] = (dt_step){.session = together[s], .tokens = tokens[s], .n = n_read[s], .probability = 1.0f};
+            steps[s] = (dt_step){.session = together[s], .tokens = tokens[s], .n = n_read[s]};
         }
         assert_int_equal(dt_group_step(group, steps, 3, &error), DT_OK);
         assert_int_equal(dt_group_step(group, steps + 3, SESSIONS - 3, &error), DT_OK);
@@ -774,7 +774,7 @@ static void test_group(void **state) {
             }
             for (int s = 0; s < n; s++) {
                 append_token(alone[s], tokens[s][n_read[s] + t]);
-                steps[s] = (dt_step){.session = together[s], .tokens = tokens[s] + n_read[s] + t, .n = 1, .probability = 1.0f};
+                steps[s] = (dt_step){.session = together[s], .tokens = tokens[s] + n_read[s] + t, .n = 1};
             }
             assert_int_equal(dt_group_step(group, steps, (size_t)n, &error), DT_OK);
             for (int s = 0; s < n; s++) {
@@ -819,7 +819,7 @@ static void test_group_without_room(void **state) {
                 own.group = group;
                 own.n_batch = MANY;
                 sessions[s] = open_session(model, &own);
-                steps[s] = (dt_step){.session = sessions[s], .tokens = tokens, .n = FEW, .probability = 1.0f};
+                steps[s] = (dt_step){.session = sessions[s], .tokens = tokens, .n = FEW};
             }
             assert_int_equal(dt_group_step(group, steps, SESSIONS, &error), DT_OK);
             dt_group_stats before, after;
@@ -892,7 +892,7 @@ static void assert_same_slots_weigh(const dt_session *a, const dt_session *b) {
                 dt_kv_positions(both[side]->kv, layer, lane, positions);
                 for (int32_t e = 0; e < view.n_entries; e++) {
                     weight[side] += dt_is_slot(positions[e]) ? exp((double)view.bias[e]) : 0;
-                    mass[side] += dt_is_slot(positions[e]) ? (double)view.total_mass[e] : 0;
+                    mass[side] += dt_is_slot(positions[e]) ? (double)view.recent_mass[e] : 0;
                 }
             }
             assert_true(isfinite(weight[1]) && weight[0] > 1 && fabs(weight[1] / weight[0] - 1) <= 2e-2);

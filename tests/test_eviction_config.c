@@ -461,11 +461,11 @@ static void test_scores_without_a_part(void **state) {
     (void)state;
     dt_eviction *eviction = NULL;
     dt_error error;
-    const char *text = "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 512, \"score\": \"fast-without-total\"}}";
+    const char *text = "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 512, \"score\": \"fast-without-values\"}}";
     assert_int_equal(dt_eviction_config_text(1, "e.json", text, strlen(text), &eviction, &error), DT_OK);
-    assert_ptr_equal(dt_eviction_budget(eviction, 0)->policy, &dt_policy_fast_without_total);
+    assert_ptr_equal(dt_eviction_budget(eviction, 0)->policy, &dt_policy_fast_without_values);
     require_description(eviction, "TLC: layers 0      importance_score  max 512  min 256  sinks 4  recent 128  slots 0\n"
-                                  "TLC:               score fast-without-total");
+                                  "TLC:               score fast-without-values");
     dt_eviction_free(eviction);
     require_field_error("\"score\": \"fast-without-pooling\"", "\"score\": must be \"fast\", \"predict\" or \"reconstruct\"");
     require_field_error("\"score\": \"\"", "\"score\": must be \"fast\", \"predict\" or \"reconstruct\"");

@@ -141,7 +141,7 @@ static void assert_same_cache(dt_session *a, dt_session *b, const dt_model_info 
             assert_int_equal(view.n_entries, other.n_entries);
             for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
                 const size_t bytes = dt_kv_column_bytes(&dt_kv_layer(x, layer)->format, (dt_kv_column)c);
-                const bool is_mass = c == DT_KV_RECENT_MASS || c == DT_KV_TOTAL_MASS || c == DT_KV_VALUE_NORM;
+                const bool is_mass = c == DT_KV_RECENT_MASS || c == DT_KV_VALUE_NORM;
                 if (bytes == 0 || c == DT_KV_BIAS || (is_mass && view.recent_mass == NULL)) {
                     continue;
                 }

@@ -428,7 +428,7 @@ static void test_bad_calls_are_errors(void **state) {
     assert_int_equal(dt_session_sync(s, bad, 2, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
     assert_int_equal(dt_session_sync(s, high, 2, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
     sync_tokens(s, f->tokens, 40);
-    assert_int_equal(dt_session_append(s, 3, 1.0f, &error), DT_ERR_LIMIT);
+    assert_int_equal(dt_session_append(s, 3, &error), DT_ERR_LIMIT);
     assert_int_equal(dt_session_get_layer_stats(s, 99, &(dt_layer_stats){0}), DT_ERR_ARGUMENT);
     dt_session_free(s);
     params.kernel = "quantum";

@@ -115,10 +115,9 @@ static dt_step next_step(const role *r) {
         return (dt_step){.session = r->together,
                          .tokens = r->prompt + r->n_done,
                          .n = n,
-                         .n_follow = r->n_prompt - r->n_done - n,
-                         .probability = 1};
+                         .n_follow = r->n_prompt - r->n_done - n};
     }
-    return (dt_step){.session = r->together, .tokens = r->decoded + (r->n_done - r->n_prompt), .n = 1, .probability = 1};
+    return (dt_step){.session = r->together, .tokens = r->decoded + (r->n_done - r->n_prompt), .n = 1};
 }
 
 static void check_step(const fixture *f, role *r, const dt_step *step) {
@@ -221,7 +220,7 @@ static void test_each_is_as_alone(void **state) {
 /* ---- failures ---- */
 
 static dt_step decode(dt_session *s, const int32_t *token) {
-    return (dt_step){.session = s, .tokens = token, .n = 1, .probability = 1};
+    return (dt_step){.session = s, .tokens = token, .n = 1};
 }
 
 static void test_failures_stay_apart(void **state) {
@@ -286,7 +285,7 @@ static void test_a_prompt_given_up(void **state) {
         in.n_batch = alone.n_batch = 16;
         in.eviction = alone.eviction = f->window;
         dt_session *s = open_session(f->model, &in), *same = open_session(f->model, &alone);
-        dt_step step = {.session = s, .tokens = f->tokens, .n = 16, .n_follow = 10, .probability = 1};
+        dt_step step = {.session = s, .tokens = f->tokens, .n = 16, .n_follow = 10};
         assert_int_equal(dt_group_step(group, &step, 1, &error), DT_OK);
         dt_sync_result result;
         if (reused) {
@@ -294,7 +293,7 @@ static void test_a_prompt_given_up(void **state) {
         }
         for (int32_t at = 16; at < 200;) {
             const int32_t n = DT_MIN(16, 200 - at);
-            step = (dt_step){.session = s, .tokens = f->tokens + at, .n = n, .n_follow = 200 - at - n, .probability = 1};
+            step = (dt_step){.session = s, .tokens = f->tokens + at, .n = n, .n_follow = 200 - at - n};
             if (dt_group_step(group, &step, 1, &error) != DT_OK) {
                 fail_msg("%s", error.message);
             }

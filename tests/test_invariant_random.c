@@ -375,7 +375,7 @@ static void go_to(world *w, chain *c, int32_t keep, int32_t n_new) {
             dt_session_get_stats(c->session, &stats);
             const int32_t chunk = least(n - at, stats.n_batch);
             other_chunks = other_chunks || stats.n_batch < least(w->params.n_batch, w->params.n_ctx);
-            dt_step step = {.session = c->session, .tokens = tokens + at, .n = chunk, .n_follow = n - at - chunk, .probability = 1};
+            dt_step step = {.session = c->session, .tokens = tokens + at, .n = chunk, .n_follow = n - at - chunk};
             expect_ok(w, dt_group_step(w->group, &step, 1, &error), &error);
             at += chunk;
         }
@@ -423,7 +423,7 @@ static void append(world *w, chain *c) {
     const int32_t n = n_tokens_of(c->session), more = least(between(w, 1, 6), limit_of(c) - n);
     dt_error error = {0};
     for (int32_t i = 0; i < more; i++) {
-        expect_ok(w, dt_session_append(c->session, any_token(w), 1.0f, &error), &error);
+        expect_ok(w, dt_session_append(c->session, any_token(w), &error), &error);
         record(&c->past, (op){.kind = APPEND, .end = n + i + 1});
     }
 }
@@ -558,7 +558,7 @@ static void misuse(world *w, chain *c) {
         memcpy(tokens, dt_session_tokens(c->session, &n_old), (size_t)n * sizeof *tokens);
     }
     tokens[n] = w->f->n_vocab + between(w, 0, 3);
-    const dt_status status = dt_session_append(c->session, draw(w, 2) == 0 ? -1 : tokens[n], 1.0f, &error);
+    const dt_status status = dt_session_append(c->session, draw(w, 2) == 0 ? -1 : tokens[n], &error);
     assert_true(status == DT_ERR_ARGUMENT || (status == DT_ERR_LIMIT && n >= limit_of(c)));
     assert_int_equal(n, n_tokens_of(c->session));
     assert_int_equal(dt_session_sync(c->session, tokens, 0, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
@@ -584,7 +584,7 @@ static void together(world *w, chain *c) {
         if (each->session != NULL && n_tokens_of(each->session) < limit_of(each) && each != c) {
             tokens[n] = any_token(w);
             whose[n] = each;
-            steps[n] = (dt_step){.session = each->session, .tokens = &tokens[n], .n = 1, .probability = 1};
+            steps[n] = (dt_step){.session = each->session, .tokens = &tokens[n], .n = 1};
             n++;
         }
     }
@@ -596,7 +596,7 @@ static void together(world *w, chain *c) {
             prompt[i] = any_token(w);
         }
         whose[n] = c;
-        steps[n++] = (dt_step){.session = c->session, .tokens = prompt, .n = chunk, .n_follow = 10, .probability = 1};
+        steps[n++] = (dt_step){.session = c->session, .tokens = prompt, .n = chunk, .n_follow = 10};
     }
     expect_ok(w, dt_group_step(w->group, steps, (size_t)n, &error), &error);
     for (int32_t i = 0; i < n; i++) {

@@ -132,8 +132,7 @@ static void require_equal_lane(const model_cache *c, int32_t layer, int32_t lane
         assert_int_equal(entry_numbers(f, span->block, entry % f->block_tokens, id, false), 0);
         assert_true((view.recent_mass != NULL) == dt_kv_layer_needs_mass(c->kv, layer));
         if (view.recent_mass != NULL) {
-            assert_true(view.recent_mass[entry] == number_of(id, 300) && view.total_mass[entry] == number_of(id, 301) &&
-                        view.value_norm[entry] == number_of(id, 302));
+            assert_true(view.recent_mass[entry] == number_of(id, 300) && view.value_norm[entry] == number_of(id, 302));
         }
         const float bias = lane->biased[i] ? -number_of(id, 303) : 0.0f;
         assert_true(view.bias == NULL ? bias == 0 : view.bias[entry] == bias);
@@ -190,9 +189,8 @@ static void fill_new(model_cache *c, int32_t n) {
                 const uint32_t id = draw(1u << 30);
                 entry_numbers(f, view.spans[entry / f->block_tokens].block, entry % f->block_tokens, id, true);
                 if (view.recent_mass != NULL) {
-                    assert_true(view.recent_mass[entry] == 0 && view.total_mass[entry] == 0 && view.value_norm[entry] == 0);
+                    assert_true(view.recent_mass[entry] == 0 && view.value_norm[entry] == 0);
                     view.recent_mass[entry] = number_of(id, 300);
-                    view.total_mass[entry] = number_of(id, 301);
                     view.value_norm[entry] = number_of(id, 302);
                 }
                 lane->position[entry] = c->next + i;
@@ -591,11 +589,10 @@ static void test_the_checker_sees_damage(void **state) {
     require_whole(c->kv);
     view.recent_mass[2] = -1;
     assert_int_equal(dt_kv_check(c->kv, &error), DT_ERR_INTERNAL);
-    view.recent_mass[2] = 0;
     const uint32_t nan_bits = 0x7FC00000u;
-    memcpy(&view.total_mass[2], &nan_bits, sizeof nan_bits);
+    memcpy(&view.recent_mass[2], &nan_bits, sizeof nan_bits);
     assert_int_equal(dt_kv_check(c->kv, &error), DT_ERR_INTERNAL);
-    view.total_mass[2] = 0;
+    view.recent_mass[2] = 0;
     require_whole(c->kv);
     finish();
 }

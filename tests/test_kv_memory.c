@@ -201,7 +201,7 @@ static dt_status rebuild(dt_session *s, const fixture *f, dt_error *error) {
 static dt_status decode(dt_session *s, const fixture *f, dt_error *error) {
     dt_status status = DT_OK;
     for (int32_t i = 120; i < 220 && status == DT_OK; i++) {
-        status = dt_session_append(s, f->tokens[i], 1.0f, error);
+        status = dt_session_append(s, f->tokens[i], error);
     }
     return status;
 }

@@ -19,6 +19,8 @@
 #define SCORED "{\"0-\": {\"policy\": \"importance_score\", \"max_cache_size\": 48, \"recent_window\": 16}}"
 #define RECONSTRUCT                                                                                                                \
     "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 48, \"recent_window\": 16}}"
+#define SHARED                                                                                                                     \
+    "{\"budget\": \"adaptive\", \"total_cache_size\": 96, \"layers\": {\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\"}}}"
 #define NO_SINKS "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 48, \"recent_window\": 16, \"sink_tokens\": 0}}"
 
 typedef engine_fixture fixture;
@@ -279,7 +281,7 @@ static void run_long(const fixture *f, const char *json, dt_kv_type type, dt_pre
         n += n_read;
         for (int32_t i = 0; i < n_written; i++, n++) {
             tokens[n] = argmax(dt_session_logits(s), f->n_vocab);
-            assert_int_equal(dt_session_append(s, tokens[n], 1.0f, &error), DT_OK);
+            assert_int_equal(dt_session_append(s, tokens[n], &error), DT_OK);
             assert_true(work_of(s) <= 2 * 48);
         }
         assert_true(all_finite(dt_session_logits(s), f->n_vocab));
@@ -350,7 +352,7 @@ static void test_saved_and_loaded(void **state) {
         assert_true(room > 0 && room < N_CTX);
         assert_int_equal(dt_session_sync(plain, f->tokens, (size_t)(500 + room + 1), NULL, NULL, NULL, &error), DT_ERR_LIMIT);
         sync_tokens(plain, f->tokens, (size_t)(500 + room));
-        assert_int_equal(dt_session_append(plain, 3, 1.0f, &error), DT_ERR_LIMIT);
+        assert_int_equal(dt_session_append(plain, 3, &error), DT_ERR_LIMIT);
         dt_session_free(plain);
         dt_session_free(s);
         dt_session_free(loaded);
@@ -391,6 +393,19 @@ static void test_forks_and_rewinds(void **state) {
     dt_session_free(s);
 }
 
+/* A shared budget that bounds no lane, as calibration writes it: a lane could take the whole context, and no token would be next. */
+static void test_shared_budget_past_the_context(void **state) {
+    const fixture *f = *state;
+    dt_session *s = new_session(f->model, SHARED, DT_KV_F16, DT_PREFILL_FULL, 0);
+    sync_tokens(s, f->tokens, 3 * N_CTX);
+    for (int32_t n = 3 * N_CTX; n < 4 * N_CTX; n++) {
+        append_token(s, f->tokens[n]);
+    }
+    check_places(s, N_CTX, 4);
+    assert_true(dt_kv_shift(s->kv) > 2 * N_CTX);
+    dt_session_free(s);
+}
+
 /* More than the context has room for is read in a stream, also where the whole was to be read first: and so is a rebuild. */
 static void test_full_prefill_past_the_context(void **state) {
     const fixture *f = *state;
@@ -419,7 +434,7 @@ static void test_the_last_numbers_are_refused(void **state) {
     s->max_tokens = 201;
     assert_int_equal(dt_session_sync(s, f->tokens, 202, NULL, NULL, NULL, &error), DT_ERR_LIMIT);
     append_token(s, 3);
-    assert_int_equal(dt_session_append(s, 3, 1.0f, &error), DT_ERR_LIMIT);
+    assert_int_equal(dt_session_append(s, 3, &error), DT_ERR_LIMIT);
     assert_int_equal(dt_session_check(s, &error), DT_OK);
     dt_kv_restore_end(s->kv, s->n_tokens - dt_kv_shift(s->kv), dt_kv_newest_dropped(s->kv), INT32_MAX - N_CTX);
     assert_int_equal(dt_kv_append(s->kv, s->n_tokens, N_CTX, &error), DT_ERR_LIMIT);
@@ -434,10 +449,10 @@ static void test_the_context_is_used_up_first(void **state) {
         dt_session *s = new_session(f->model, i < 2 ? SCORED : WINDOW, DT_KV_F16, prefills[i % 2], N_CTX);
         sync_tokens(s, f->tokens, N_CTX / 2);
         for (int32_t n = N_CTX / 2; n < N_CTX; n++) {
-            assert_int_equal(dt_session_append(s, f->tokens[n], 1.0f, NULL), DT_OK);
+            assert_int_equal(dt_session_append(s, f->tokens[n], NULL), DT_OK);
             assert_int_equal(dt_kv_shift(s->kv), 0);
         }
-        assert_int_equal(dt_session_append(s, f->tokens[N_CTX], 1.0f, NULL), DT_OK);
+        assert_int_equal(dt_session_append(s, f->tokens[N_CTX], NULL), DT_OK);
         assert_true(dt_kv_shift(s->kv) > 0);
         dt_session_free(s);
     }
@@ -454,6 +469,7 @@ int main(void) {
         cmocka_unit_test(test_forks_and_rewinds),
         cmocka_unit_test(test_the_context_is_used_up_first),
         cmocka_unit_test(test_full_prefill_past_the_context),
+        cmocka_unit_test(test_shared_budget_past_the_context),
         cmocka_unit_test(test_the_last_numbers_are_refused),
     };
     return cmocka_run_group_tests_name("long", tests, setup, close_engine_fixture);

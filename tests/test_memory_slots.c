@@ -41,7 +41,7 @@ static void require_close(double a, double b, double tolerance) {
 /* ---- the algebra -------------------------------------------------------------------------------- */
 
 typedef struct entry {
-    float key[DIM_K], value[DIM_V], bias, recent, total;
+    float key[DIM_K], value[DIM_V], bias, mass;
 } entry;
 
 typedef struct sums { /* what attention is made of */
@@ -82,8 +82,7 @@ static int32_t merged(const entry *entries, int32_t n, int32_t capacity, entry *
         memcpy(next->key, entries[i].key, sizeof entries[i].key);
         memcpy(next->value, entries[i].value, sizeof entries[i].value);
         next->bias = entries[i].bias;
-        next->recent_mass = entries[i].recent;
-        next->total_mass = entries[i].total;
+        next->mass = entries[i].mass;
         next->position = i;
         dt_slots_add(&slots);
         assert_true(slots.n <= capacity);
@@ -91,7 +90,7 @@ static int32_t merged(const entry *entries, int32_t n, int32_t capacity, entry *
     bool seen[MOST] = {false};
     for (int32_t i = 0; i < slots.n; i++) {
         const dt_slot *slot = &slots.slots[i];
-        out[i] = (entry){.bias = slot->bias, .recent = slot->recent_mass, .total = slot->total_mass};
+        out[i] = (entry){.bias = slot->bias, .mass = slot->mass};
         memcpy(out[i].key, slot->key, sizeof out[i].key);
         memcpy(out[i].value, slot->value, sizeof out[i].value);
         assert_true(slot->position >= 0 && slot->position < n && !seen[slot->position]);
@@ -130,7 +129,7 @@ static void test_equal_entries_change_nothing(void **state) {
         for (int32_t i = 0; i < MOST; i++) {
             const uint32_t kind = i < 4 ? (uint32_t)i : draw(4);
             all[i] = kinds[kind];
-            all[i].recent = observed ? 0.01f * (float)(kind + 1) : 0;
+            all[i].mass = observed ? 0.01f * (float)(kind + 1) : 0;
             count[kind]++;
         }
         assert_int_equal(merged(all, MOST, 4, out), 4);
@@ -164,7 +163,7 @@ static void test_exact_for_its_query_and_never_too_much(void **state) {
         const sums before = attend(all, MOST, query);
         for (int32_t i = 0; i < MOST; i++) {
             const sums alone = attend(&all[i], 1, query);
-            all[i].recent = (float)exp(alone.log_mass - before.log_mass);
+            all[i].mass = (float)exp(alone.log_mass - before.log_mass);
         }
         assert_int_equal(merged(all, MOST, 1, out), 1);
         const sums after = attend(out, 1, query);
@@ -185,25 +184,21 @@ static void test_masses_are_conserved(void **state) {
     for (int32_t capacity = 1; capacity <= 20; capacity += 3) {
         entry all[MOST], some[2 * MOST], out[MOST], again[MOST];
         random_entries(all, MOST);
-        double recent = 0, total = 0;
+        double mass = 0;
         for (int32_t i = 0; i < MOST; i++) {
-            all[i].recent = (float)draw(1000) / 1e5f;
-            all[i].total = (float)draw(1000) / 1e5f;
-            recent += (double)all[i].recent;
-            total += (double)all[i].total;
+            all[i].mass = (float)draw(1000) / 1e5f;
+            mass += (double)all[i].mass;
         }
         const int32_t half = merged(all, MOST / 2, capacity, some);
         memcpy(some + half, all + MOST / 2, MOST / 2 * sizeof *all);
         const int32_t n = merged(some, half + MOST / 2, capacity, out);
-        double out_recent = 0, out_total = 0, count = 0;
+        double out_mass = 0, count = 0;
         for (int32_t i = 0; i < n; i++) {
-            out_recent += (double)out[i].recent;
-            out_total += (double)out[i].total;
+            out_mass += (double)out[i].mass;
             count += exp((double)out[i].bias);
             assert_true(out[i].bias > -1e-4f);
         }
-        require_close(out_recent, recent, 1e-4);
-        require_close(out_total, total, 1e-4);
+        require_close(out_mass, mass, 1e-4);
         assert_true(count <= MOST + 0.1);
         assert_int_equal(merged(some, half + MOST / 2, capacity, again), n);
         assert_memory_equal(again, out, (size_t)n * sizeof *out);
@@ -220,7 +215,7 @@ static void test_extremes_stay_finite(void **state) {
         for (int32_t i = 0; i < MOST; i++) {
             all[i].key[draw(DIM_K)] = odd[draw(5)];
             all[i].value[draw(DIM_V)] = odd[draw(5)];
-            all[i].recent = i < 2 ? masses[draw(6)] : masses[draw(4)] / 1e3f;
+            all[i].mass = i < 2 ? masses[draw(6)] : masses[draw(4)] / 1e3f;
             all[i].bias = draw(4) == 0 ? (float)draw(10) : 0;
         }
         const int32_t n = merged(all, MOST, 1 + (int32_t)draw(8), out);
@@ -283,7 +278,7 @@ static void add(dt_kv *kv, int32_t *next, int32_t n) {
             for (int32_t i = 0; i < view.n_entries; i++) {
                 mass[i] = (float)draw(1000) / 1000.0f;
             }
-            dt_mass_fold(view.recent_mass, view.total_mass, mass, view.n_entries, n, 1.0f);
+            dt_mass_fold(view.recent_mass, mass, view.n_entries, n);
         }
     }
     require(dt_kv_check(kv, &error), &error);
@@ -373,7 +368,7 @@ static void test_a_round_over_equal_tokens_changes_nothing(void **state) {
                 }
             }
             for (int32_t i = 0; i < 90; i++) {
-                view.recent_mass[i] = view.total_mass[i] = 0.01f;
+                view.recent_mass[i] = 0.01f;
             }
         }
         evict(kv, next);

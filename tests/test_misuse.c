@@ -46,11 +46,11 @@ static void try_all(caller *c) {
         size_t n, n_after;
         dt_session_tokens(s, &n);
         dt_sync_result result;
-        dt_step step = {.session = s, .tokens = c->f->tokens, .n = 1, .probability = 1};
+        dt_step step = {.session = s, .tokens = c->f->tokens, .n = 1};
         assert_int_equal(dt_session_sync(s, c->f->tokens, 9, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
         assert_non_null(strstr(error.message, "at work"));
         assert_int_equal(dt_session_reuse(s, c->f->tokens, 9, &result, &error), DT_ERR_ARGUMENT);
-        assert_int_equal(dt_session_append(s, 5, 1.0f, &error), DT_ERR_ARGUMENT);
+        assert_int_equal(dt_session_append(s, 5, &error), DT_ERR_ARGUMENT);
         assert_int_equal(dt_session_score(s, c->f->tokens, 3, NULL, NULL, &error), DT_ERR_ARGUMENT);
         assert_int_equal(dt_session_fork(s, NULL, DT_EVICT_ALWAYS, &fork, &error), DT_ERR_ARGUMENT);
         assert_int_equal(dt_session_save(s, NULL, c->path, &error), DT_ERR_ARGUMENT);

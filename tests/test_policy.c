@@ -31,7 +31,7 @@ static float from_bits(uint32_t bits) {
 typedef struct lane {
     dt_lane_view view;
     int32_t position[MAX_N];
-    float recent[MAX_N], total[MAX_N], norm[MAX_N], peak[MAX_N];
+    float recent[MAX_N], norm[MAX_N], peak[MAX_N];
 } lane;
 
 static const float weights[] = {0, -0.5f}; /* of policies that need them */
@@ -39,7 +39,6 @@ static const float weights[] = {0, -0.5f}; /* of policies that need them */
 static void connect(lane *l) {
     l->view.position = l->position;
     l->view.recent_mass = l->recent;
-    l->view.total_mass = l->total;
     l->view.value_norm = l->norm;
     l->view.peak_mass = l->peak;
     l->view.weights = weights;
@@ -49,8 +48,8 @@ static void swap_entries(lane *l, int32_t a, int32_t b) {
     const int32_t position = l->position[a];
     l->position[a] = l->position[b];
     l->position[b] = position;
-    float *rows[] = {l->recent, l->total, l->norm, l->peak};
-    for (size_t i = 0; i < 4; i++) {
+    float *rows[] = {l->recent, l->norm, l->peak};
+    for (size_t i = 0; i < 3; i++) {
         const float value = rows[i][a];
         rows[i][a] = rows[i][b];
         rows[i][b] = value;
@@ -77,8 +76,8 @@ static void random_lane(lane *l, int32_t n, uint32_t kind) {
     for (int32_t i = 0; i < n; i++) {
         l->position[i] = position;
         position += 1 + (draw(4) == 0 ? (int32_t)draw(2000) : 0);
-        float *numbers[] = {&l->recent[i], &l->total[i], &l->norm[i], &l->peak[i]};
-        for (size_t j = 0; j < 4; j++) {
+        float *numbers[] = {&l->recent[i], &l->norm[i], &l->peak[i]};
+        for (size_t j = 0; j < 3; j++) {
             *numbers[j] = kind == 1 ? (float)draw(2) : (float)draw(1u << 20) / 4096.0f;
             *numbers[j] = kind == 2 && draw(4) == 0 ? odd_number() : *numbers[j];
         }
@@ -181,7 +180,6 @@ static void test_scores_are_finite(void **state) {
             if (round % 4 == 0) { /* nothing but odd numbers */
                 for (int32_t i = 0; i < l.view.n; i++) {
                     l.recent[i] = odd_number();
-                    l.total[i] = odd_number();
                     l.norm[i] = odd_number();
                     l.peak[i] = odd_number();
                 }
@@ -255,7 +253,7 @@ static void test_table(void **state) {
     assert_ptr_equal(dt_policy_find("local_window", NULL), &dt_policy_local_window);
     assert_ptr_equal(dt_policy_find("importance_score", NULL), &dt_policy_importance_score);
     assert_ptr_equal(dt_policy_find("importance_score", "fast"), &dt_policy_importance_score);
-    assert_ptr_equal(dt_policy_find("importance_score", "fast-without-total"), &dt_policy_fast_without_total);
+    assert_ptr_equal(dt_policy_find("importance_score", "fast-without-values"), &dt_policy_fast_without_values);
     assert_null(dt_policy_find("importance_score", "fast-without"));
     assert_null(dt_policy_find("none", NULL));
     assert_null(dt_policy_find("", NULL));
@@ -337,7 +335,6 @@ static void flat_lane(lane *l) {
     for (int32_t i = 0; i < 200; i++) {
         l->position[i] = i;
         l->recent[i] = 0.01f;
-        l->total[i] = 0.01f;
         l->norm[i] = 1.0f;
     }
 }
@@ -352,8 +349,8 @@ static void test_importance_score_keeps_what_is_attended_to(void **state) {
     (void)state;
     static lane l;
     flat_lane(&l);
-    l.recent[50] = 0.2f;           /* lately */
-    l.total[100] = 0.5f;           /* for long */
+    l.recent[50] = 0.2f;
+    l.recent[100] = 0.5f;
     const int32_t n_keep = 24 + 8; /* the pins and eight more */
     assert_false(evicted(&l, n_keep, 50) || evicted(&l, n_keep, 100));
     assert_true(evicted(&l, n_keep, 49) && evicted(&l, n_keep, 51) && evicted(&l, n_keep, 99) && evicted(&l, n_keep, 101));
@@ -502,12 +499,10 @@ static void test_importance_score_without_a_part(void **state) {
     static lane l;
     float with[MAX_N], without[MAX_N];
     flat_lane(&l);
-    l.total[50] = 0.02f;
+    l.recent[50] *= 1.2f;
     l.norm[90] = 4.0f;
     dt_policy_importance_score.score(&l.view, with);
     assert_true(with[50] > with[60] * 1.1f && with[90] > with[60] * 1.9f);
-    dt_policy_fast_without_total.score(&l.view, without);
-    assert_true(without[50] == without[60] && without[90] > without[60] * 1.9f);
     dt_policy_fast_without_values.score(&l.view, without);
     assert_true(without[90] == without[60] && without[50] > without[60] * 1.1f);
     dt_policy_fast_without_window.score(&l.view, without);
@@ -522,9 +517,9 @@ static void test_importance_score_counts_odd_numbers_as_nothing(void **state) {
     flat_lane(&odd);
     flat_lane(&zero);
     for (int32_t i = 0; i < 8; i++) {
-        float *rows[2][3] = {{odd.recent, odd.total, odd.norm}, {zero.recent, zero.total, zero.norm}};
+        float *rows[2][2] = {{odd.recent, odd.norm}, {zero.recent, zero.norm}};
         static const uint32_t bits[] = {0x7FC00000u, 0x7F800000u, 0xFF800000u, 0xC0000000u};
-        for (int32_t row = 0; row < 3; row++) {
+        for (int32_t row = 0; row < 2; row++) {
             rows[0][row][60 + 10 * i + row] = from_bits(bits[i % 4]);
             rows[1][row][60 + 10 * i + row] = 0;
         }
@@ -542,7 +537,6 @@ static void test_importance_score_without_mass_is_a_window(void **state) {
     static lane l;
     flat_lane(&l);
     memset(l.recent, 0, sizeof l.recent);
-    memset(l.total, 0, sizeof l.total);
     int32_t importance[MAX_N], window[MAX_N];
     const int32_t n = choose_positions(&dt_policy_importance_score, &l, 77, importance);
     assert_int_equal(choose_positions(&dt_policy_local_window, &l, 77, window), n);
@@ -558,69 +552,55 @@ static void require_close(float a, float b) {
 
 static void test_fold_does_not_depend_on_batches(void **state) {
     (void)state;
-    float one[2][20], many[2][20], mass[20], sum[20];
+    float one[20], many[20], mass[20], sum[20];
     for (int32_t i = 0; i < 20; i++) {
-        one[0][i] = many[0][i] = 0.5f + (float)i;
-        one[1][i] = many[1][i] = 2.5f + (float)i;
+        one[i] = many[i] = 0.5f + (float)i;
         mass[i] = (float)draw(1000) / 1000.0f;
         sum[i] = 12 * mass[i];
     }
     for (int32_t query = 0; query < 12; query++) {
-        dt_mass_fold(one[0], one[1], mass, 20, 1, 0.75f);
+        dt_mass_fold(one, mass, 20, 1);
     }
-    dt_mass_fold(many[0], many[1], sum, 20, 12, 0.75f);
+    dt_mass_fold(many, sum, 20, 12);
     for (int32_t i = 0; i < 20; i++) {
-        require_close(one[0][i], many[0][i]);
-        require_close(one[1][i], many[1][i]);
+        require_close(one[i], many[i]);
     }
 }
 
 static void test_fold_forgets_and_stays_bounded(void **state) {
     (void)state;
-    float recent[2] = {0, 0}, total[2] = {0, 0};
+    float mean[2] = {0, 0};
     const float first[2] = {3, 0}, then[2] = {0, 3};
     for (int32_t query = 0; query < 100000; query++) {
-        dt_mass_fold(recent, total, first, 2, 1, 1);
+        dt_mass_fold(mean, first, 2, 1);
     }
-    require_close(recent[0], 3);
-    require_close(total[0], 3);
-    dt_mass_fold(recent, total, then, 2, 0, 1); /* no queries: nothing */
-    require_close(recent[0], 3);
-    for (int32_t query = 0; query < DT_TOTAL_HALF_LIFE; query++) {
-        dt_mass_fold(recent, total, then, 2, 1, 1);
+    require_close(mean[0], 3);
+    dt_mass_fold(mean, then, 2, 0); /* no queries: nothing */
+    require_close(mean[0], 3);
+    for (int32_t query = 0; query < DT_OBSERVE_WINDOW; query++) {
+        dt_mass_fold(mean, then, 2, 1);
     }
-    require_close(total[0], 1.5f);
-    require_close(total[1], 1.5f);
-    assert_true(recent[0] < 3 * 1e-4f && recent[1] > 2.9f);
-    require_close(recent[0] + recent[1], 3); /* all mass of a query is accounted for */
+    require_close(mean[0], 3 * expf(-1));
+    require_close(mean[0] + mean[1], 3); /* all mass of a query is accounted for */
+    for (int32_t query = 0; query < 12 * DT_OBSERVE_WINDOW; query++) {
+        dt_mass_fold(mean, then, 2, 1);
+    }
+    assert_true(mean[0] < 3 * 1e-4f && mean[1] > 2.9f);
 }
 
 /* A token that comes late and gets as much attention as the others is worth as much as they are. */
 static void test_fold_does_not_favour_early_tokens(void **state) {
     (void)state;
-    float recent[64] = {0}, total[64] = {0}, mass[64];
+    float mean[64] = {0}, mass[64];
     for (int32_t n = 40; n <= 64; n++) { /* one more token a step */
         for (int32_t i = 0; i < n; i++) {
             mass[i] = 0.125f;
         }
-        dt_mass_fold(recent, total, mass, n, 1, 1);
+        dt_mass_fold(mean, mass, n, 1);
     }
     for (int32_t i = 0; i < 64; i++) {
-        require_close(recent[i], 0.125f);
-        require_close(total[i], 0.125f);
+        require_close(mean[i], 0.125f);
     }
-}
-
-static void test_query_weight(void **state) {
-    (void)state;
-    assert_true(dt_query_weight(1) == 1);
-    assert_true(dt_query_weight(0) == 0.5f);
-    assert_true(dt_query_weight(0.5f) == 0.75f);
-    assert_true(dt_query_weight(from_bits(0x7FC00000u)) == 1);
-    assert_true(dt_query_weight(from_bits(0x7F800000u)) == 1);
-    assert_true(dt_query_weight(from_bits(0xFF800000u)) == 0.5f);
-    assert_true(dt_query_weight(-3) == 0.5f);
-    assert_true(dt_query_weight(7) == 1);
 }
 
 int main(void) {
@@ -649,7 +629,6 @@ int main(void) {
         cmocka_unit_test(test_fold_does_not_depend_on_batches),
         cmocka_unit_test(test_fold_forgets_and_stays_bounded),
         cmocka_unit_test(test_fold_does_not_favour_early_tokens),
-        cmocka_unit_test(test_query_weight),
     };
     return cmocka_run_group_tests_name("policy", tests, NULL, NULL);
 }

@@ -54,7 +54,7 @@ static void add(dt_kv *kv, int32_t n_layers, int32_t n_lanes, int32_t *next, int
                 mass[i] = (float)(h % 1000u) / 1000.0f;
                 view.value_norm[i] = 1.0f + (float)(h >> 24) / 256.0f;
             }
-            dt_mass_fold(view.recent_mass, view.total_mass, mass, view.n_entries, n, 1.0f);
+            dt_mass_fold(view.recent_mass, mass, view.n_entries, n);
         }
     }
 }

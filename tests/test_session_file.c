@@ -194,13 +194,13 @@ static void test_sampler_goes_on(void **state) {
             float probability;
             assert_int_equal(dt_sampler_sample(a, dt_session_logits(saved), &token, &probability, &error), DT_OK);
             assert_int_equal(dt_sampler_accept(a, token, true, &error), DT_OK);
-            assert_int_equal(dt_session_append(saved, token, probability, &error), DT_OK);
+            assert_int_equal(dt_session_append(saved, token, &error), DT_OK);
             if (half == 1) {
                 int32_t other;
                 assert_int_equal(dt_sampler_sample(b, dt_session_logits(loaded), &other, &probability, &error), DT_OK);
                 assert_int_equal(other, token);
                 assert_int_equal(dt_sampler_accept(b, other, true, &error), DT_OK);
-                assert_int_equal(dt_session_append(loaded, other, probability, &error), DT_OK);
+                assert_int_equal(dt_session_append(loaded, other, &error), DT_OK);
             }
         }
         if (half == 0) {
@@ -371,7 +371,6 @@ static void test_every_flipped_byte_is_found(void **state) {
         const char flipped = (char)(d.bytes[at] ^ (1 << at % 8));
         fseek(file, (long)at, SEEK_SET);
         assert_int_equal(fwrite(&flipped, 1, 1, file), 1);
-        /* of the version, 3 becomes 2, which is read too: then the checksum tells */
         assert_refused(d.live, d.f, at > 8 && at < 12 ? DT_ERR_ARGUMENT : DT_ERR_FORMAT, d.f->path);
         fseek(file, (long)at, SEEK_SET);
         assert_int_equal(fwrite(d.bytes + at, 1, 1, file), 1);

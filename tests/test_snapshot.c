@@ -85,7 +85,6 @@ static void assert_same_scores(const fixture *f, dt_session *a, dt_session *b) {
             assert_int_equal(x.n_entries, y.n_entries);
             const size_t bytes = (size_t)x.n_entries * sizeof(float);
             assert_memory_equal(x.recent_mass, y.recent_mass, bytes);
-            assert_memory_equal(x.total_mass, y.total_mass, bytes);
             assert_memory_equal(x.value_norm, y.value_norm, bytes);
         }
     }
@@ -102,7 +101,7 @@ static void test_scores_forget_what_is_taken_back(void **state) {
         memcpy(conversation, f->tokens, sizeof conversation);
         sync_tokens(s, conversation, 30); /* 48 fit */
         for (int32_t i = 30; i < 45; i++) {
-            assert_int_equal(dt_session_append(s, conversation[i], 1.0f, NULL), DT_OK);
+            assert_int_equal(dt_session_append(s, conversation[i], NULL), DT_OK);
         }
         assert_int_equal(s->whole_from, 0);
         for (int32_t i = 30 + more; i < 60; i++) {
@@ -139,7 +138,7 @@ static void test_scores_begin_anew(void **state) {
             memcpy(conversation, f->tokens, sizeof conversation);
             sync_tokens(other, conversation, (size_t)shared);
             for (int32_t j = shared; j < shared + 35; j++) {
-                assert_int_equal(dt_session_append(other, conversation[j + i * 100], 1.0f, NULL), DT_OK);
+                assert_int_equal(dt_session_append(other, conversation[j + i * 100], NULL), DT_OK);
             }
             assert_int_equal(other->whole_from, 0);
             assert_int_equal(dt_session_fork(other, eviction, DT_EVICT_ALWAYS, &forks[i], &error), DT_OK);

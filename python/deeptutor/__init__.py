@@ -257,10 +257,9 @@ class Session:
             finally:  # also where the caller stops early
                 reply.stop()
             return
-        token, probability, n = ctypes.c_int32(), ctypes.c_float(), 0
+        token, n = ctypes.c_int32(), 0
         while n_predict < 0 or n < n_predict:
-            call("dt_sampler_sample", sampler.handle, lib.dt_session_logits(self._handle), ctypes.byref(token),
-                 ctypes.byref(probability))
+            call("dt_sampler_sample", sampler.handle, lib.dt_session_logits(self._handle), ctypes.byref(token), None)
             call("dt_sampler_accept", sampler.handle, token.value, True)
             if self.model.is_end(token.value):
                 return
@@ -269,7 +268,7 @@ class Session:
             stats = self.stats
             if n == n_predict or stats["n_tokens"] >= stats["n_ctx"]:
                 return  # the last token is not computed, as in dt_generate
-            call("dt_session_append", self._handle, token.value, probability.value)
+            call("dt_session_append", self._handle, token.value)
 
     def generate(self, prompt, n_predict=-1, draft=None, **sampling):
         """generate_tokens as text, in whole characters."""

@@ -101,7 +101,7 @@ FUNCTIONS = {
     "dt_session_new": (c_int, [c_void_p, POINTER(dt_session_params), out_p, error_p]),
     "dt_session_free": (None, [c_void_p]),
     "dt_session_sync": (c_int, [c_void_p, tokens_p, c_size_t, c_void_p, c_void_p, POINTER(dt_sync_result), error_p]),
-    "dt_session_append": (c_int, [c_void_p, c_int32, c_float, error_p]),
+    "dt_session_append": (c_int, [c_void_p, c_int32, error_p]),
     "dt_session_logits": (POINTER(c_float), [c_void_p]),
     "dt_session_tokens": (tokens_p, [c_void_p, POINTER(c_size_t)]),
     "dt_session_get_stats": (None, [c_void_p, POINTER(dt_session_stats)]),

@@ -108,7 +108,7 @@ static dt_status ask_model(void *user, const int32_t *context, int32_t n, int32_
             break; /* nothing follows it */
         }
         if (*out_n < most) {
-            status = dt_session_append(s, out[*out_n - 1], 1.0f, error);
+            status = dt_session_append(s, out[*out_n - 1], error);
         }
     }
     return status;

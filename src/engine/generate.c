@@ -23,12 +23,11 @@ typedef struct generation {
     dt_error *error;
     bool done;
     int32_t token; /* sampled last */
-    float probability;
 } generation;
 
 /* Samples a token and reports it. */
 static dt_status take(generation *g, const float *logits) {
-    dt_status status = dt_sampler_sample(g->sampler, logits, &g->token, &g->probability, g->error);
+    dt_status status = dt_sampler_sample(g->sampler, logits, &g->token, NULL, g->error);
     if (status == DT_OK) {
         status = dt_sampler_accept(g->sampler, g->token, true, g->error);
     }
@@ -90,7 +89,6 @@ static dt_status guess(generation *g, dt_draft *draft, int64_t room, int32_t bat
 
 /* Computes batch[n], n > 1, and samples after each of its tokens until a guess turns out wrong. */
 static dt_status verify(generation *g, dt_draft *draft, const int32_t *batch, int32_t n) {
-    float probabilities[DT_DRAFT_MAX_TOKENS + 1];
     const float *logits = NULL;
     dt_status status = dt_session_draft(g->session, batch, n, &logits, g->error);
     if (status != DT_OK) {
@@ -100,13 +98,12 @@ static dt_status verify(generation *g, dt_draft *draft, const int32_t *batch, in
     int32_t n_keep = 0;
     bool right = true;
     while (status == DT_OK && !g->done && right && n_keep < n) {
-        probabilities[n_keep] = g->probability;
         status = take(g, logits + (size_t)n_keep * n_vocab);
         n_keep++;
         right = n_keep < n && g->token == batch[n_keep];
     }
     dt_draft_learn(draft, n - 1, n_keep - 1);
-    const dt_status kept = dt_session_keep(g->session, n_keep, probabilities, g->error);
+    const dt_status kept = dt_session_keep(g->session, n_keep, g->error);
     return status != DT_OK ? status : kept;
 }
 
@@ -147,7 +144,7 @@ dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft
         if (status == DT_OK && n > 1) {
             status = verify(&g, draft, batch, n);
         } else if (status == DT_OK) {
-            status = dt_session_append(session, g.token, g.probability, error);
+            status = dt_session_append(session, g.token, error);
             status = status == DT_OK ? take(&g, dt_session_logits(session)) : status;
         }
     }

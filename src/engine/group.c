@@ -160,8 +160,8 @@ static void fold_masses(void *user, int ith, int nth) {
                 if (turn++ % nth == ith) {
                     dt_kv_lane_view view;
                     dt_kv_lane(s->kv, i, lane, &view);
-                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(g->graph, number, i, lane, 0), view.n_entries,
-                                 g->sequences[number].n_observed, part->weight);
+                    dt_mass_fold(view.recent_mass, dt_graph_mass(g->graph, number, i, lane, 0), view.n_entries,
+                                 g->sequences[number].n_observed);
                 }
             }
         }
@@ -220,9 +220,6 @@ static dt_status begin(dt_part *part, dt_sequence *sequence) {
 static dt_status finish(dt_part *part) {
     dt_session *s = part->session;
     memcpy(s->tokens + s->n_tokens, part->tokens, (size_t)part->n * sizeof *part->tokens);
-    for (int32_t i = DT_MAX(part->n - DT_OBSERVE_WINDOW, 0); i < part->n; i++) {
-        dt_session_note_weight(s, s->n_tokens + i, part->weight);
-    }
     s->n_tokens += part->n;
     const dt_status slid = dt_session_slide(s, part->error);
     const size_t last = (size_t)(part->n_outputs - 1) * (size_t)s->model->info.n_vocab;
@@ -394,7 +391,6 @@ dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_erro
                                         .n = step->n,
                                         .n_outputs = 1,
                                         .n_follow = step->n_follow,
-                                        .weight = is_decode(step) ? dt_query_weight(step->probability) : 1.0f,
                                         .error = &step->error};
             n++;
         }

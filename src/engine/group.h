@@ -17,7 +17,6 @@ typedef struct dt_part {
     const int32_t *tokens;
     int32_t n, n_outputs; /* tokens, and logits after the last n_outputs >= 1 of them */
     int64_t n_follow;     /* tokens that will follow before the next round */
-    float weight;         /* of their attention in scores */
     dt_status status;     /* out */
     dt_error *error;      /* out; may be NULL */
     const float *logits;  /* out: [n_outputs][V], the graph's until it computes again */

@@ -122,6 +122,18 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     return status;
 }
 
+/* A lane that shares a budget without a bound of its own leaves so much of the context free that the conversation can go past it. */
+static void bound_lanes(const dt_session *s, dt_budget *budgets) {
+    const int32_t n_ctx = s->params.n_ctx, room = DT_MAX(DT_MIN(s->params.n_batch, n_ctx / 8), LEAST_CHUNK);
+    for (int32_t i = 0; s->params.evict == DT_EVICT_ALWAYS && i < s->model->info.n_layers; i++) {
+        dt_budget *b = &budgets[i];
+        const int32_t pinned = b->sink_tokens + b->recent_window;
+        if (b->policy != NULL && b->max_cache_size == INT32_MAX && n_ctx - room - b->memory_slots > DT_MAX(pinned, b->min_cache_size)) {
+            b->max_cache_size = n_ctx - room - b->memory_slots;
+        }
+    }
+}
+
 /* The cache, after settings and budgets were fitted into the memory that was granted. */
 static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *error) {
     const int32_t n_layers = s->model->info.n_layers;
@@ -134,6 +146,7 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
     for (int32_t i = 0; eviction && i < n_layers; i++) {
         budgets[i] = *dt_eviction_budget(eviction, i);
     }
+    bound_lanes(s, budgets);
     s->weights = dt_score_weights_share(eviction ? eviction->weights : NULL);
     s->params.eviction = NULL; /* the caller may free it after this */
     dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
@@ -278,10 +291,10 @@ dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *err
 }
 
 /* A step of this session alone. *logits (may be NULL): after the last n_outputs of its tokens, the graph's. */
-static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow, float weight,
+static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow,
                       const float **logits, dt_error *error) {
     dt_part part = {
-        .session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .weight = weight, .error = error};
+        .session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .error = error};
     dt_group_compute(s->group, &part, 1);
     if (logits) {
         *logits = part.logits;
@@ -333,10 +346,6 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
 }
 
 /* ---- rounds ---- */
-
-void dt_session_note_weight(dt_session *s, int32_t position, float weight) {
-    s->query_weights[position % DT_OBSERVE_WINDOW] = weight;
-}
 
 /* What is due: peaks where scores come from them, then a round. */
 dt_status dt_session_evict(dt_session *s, dt_error *error) {
@@ -410,7 +419,7 @@ dt_status dt_session_draft(dt_session *s, const int32_t *tokens, int32_t n, cons
 }
 
 /* As fold_masses after each of the first n_keep tokens of the draft: with what the lane had then, where it was observed then. */
-static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities) {
+static void fold_kept(dt_session *s, int32_t n_keep) {
     const int64_t shared_room = dt_kv_shared_room(s->kv);
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
@@ -418,20 +427,17 @@ static void fold_kept(dt_session *s, int32_t n_keep, const float *probabilities)
             dt_kv_lane(s->kv, i, lane, &view);
             for (int32_t t = 0; t < n_keep; t++) {
                 if (dt_session_observes(s, i, (int64_t)t + 1 - s->n_draft, shared_room)) {
-                    dt_mass_fold(view.recent_mass, view.total_mass, dt_graph_mass(s->group->graph, 0, i, lane, t),
-                                 view.n_entries - s->n_draft + t + 1, 1, dt_query_weight(probabilities[t]));
+                    dt_mass_fold(view.recent_mass, dt_graph_mass(s->group->graph, 0, i, lane, t),
+                                 view.n_entries - s->n_draft + t + 1, 1);
                 }
             }
         }
     }
 }
 
-dt_status dt_session_keep(dt_session *s, int32_t n_keep, const float *probabilities, dt_error *error) {
+dt_status dt_session_keep(dt_session *s, int32_t n_keep, dt_error *error) {
     const int64_t start = dt_clock_us();
-    fold_kept(s, n_keep, probabilities);
-    for (int32_t i = 0; i < n_keep; i++) {
-        dt_session_note_weight(s, s->n_tokens + i, dt_query_weight(probabilities[i]));
-    }
+    fold_kept(s, n_keep);
     dt_kv_commit(s->kv, n_keep);
     s->n_tokens += n_keep;
     s->stats.draft_proposed += s->n_draft - 1;
@@ -481,7 +487,6 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
     s->n_tokens = from->n_tokens;
     s->whole_from = from->whole_from;
     s->peaks_until = foretells_alike(s, from) ? from->peaks_until : 0;
-    memcpy(s->query_weights, from->query_weights, sizeof s->query_weights);
     return DT_OK;
 }
 
@@ -586,7 +591,7 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
     while (status == DT_OK && (size_t)s->n_tokens < n) {
         const size_t left = n - (size_t)s->n_tokens;
         const int32_t chunk = (int32_t)DT_MIN(left, (size_t)(s->streams ? s->chunk : s->params.n_batch));
-        status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, 1.0f, NULL, error);
+        status = step(s, tokens + s->n_tokens, chunk, 1, (int64_t)left - chunk, NULL, error);
         if (status == DT_OK && (s->streams || (size_t)s->n_tokens == n)) {
             status = dt_session_evict(s, error);
         }
@@ -690,7 +695,7 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
     return status;
 }
 
-dt_status dt_session_append(dt_session *session, int32_t token, float probability, dt_error *error) {
+dt_status dt_session_append(dt_session *session, int32_t token, dt_error *error) {
     dt_session *s = session;
     if (s->n_tokens >= s->max_tokens) {
         return dt_fail(error, DT_ERR_LIMIT, "the context of %d tokens is full (-c); the model was trained with %d", s->max_tokens,
@@ -699,7 +704,7 @@ dt_status dt_session_append(dt_session *session, int32_t token, float probabilit
     const int64_t start = dt_clock_us();
     dt_status status = dt_session_check_idle(s, error);
     if (status == DT_OK) {
-        status = step(s, &token, 1, 1, 0, dt_query_weight(probability), NULL, error);
+        status = step(s, &token, 1, 1, 0, NULL, error);
     }
     if (status == DT_OK) {
         status = dt_session_evict(s, error);
@@ -721,7 +726,7 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
     for (size_t done = 0; status == DT_OK && done < n;) {
         const int32_t chunk = (int32_t)DT_MIN(n - done, most);
         const float *logits;
-        status = step(s, tokens + done, chunk, chunk, 0, 1.0f, &logits, error);
+        status = step(s, tokens + done, chunk, chunk, 0, &logits, error);
         for (int32_t i = 0; status == DT_OK && i < chunk; i++) {
             s->group->in_callback = true;
             const bool goes_on = fn(done + (size_t)i, logits + (size_t)i * n_vocab, user);

@@ -53,8 +53,6 @@ struct dt_session {
     size_t note_bytes;
     dt_score_weights *weights; /* that the budgets refer to, or NULL */
     bool *observe_layer;       /* [L] */
-    float query_weights
-        [DT_OBSERVE_WINDOW];   /* of the last queries, by position, for caches that are elsewhere; 1 for what is unknown */
     const float *draft_logits; /* [n_draft][V] while tokens are drafted */
     int32_t n_draft;           /* uncommitted tokens; 0 between calls from outside */
     bool is_draft;             /* it serves another session's drafts: its rewinds are no news */
@@ -126,8 +124,6 @@ bool dt_snapshot_is_near(const dt_session *session, int32_t n_tokens);
 bool dt_snapshot_restore(dt_session *session, int32_t n_tokens);
 /* Whether there is one of exactly n_tokens. */
 bool dt_snapshot_at(const dt_session *session, int32_t n_tokens);
-/* Remembers what the query at a position counts for in scores. */
-void dt_session_note_weight(dt_session *session, int32_t position, float weight);
 
 /* ---- drafts: several tokens computed at once, of which some may be taken back ----
  * Between dt_session_draft and dt_session_keep nothing else may be called on the session but readers. What is kept leaves the
@@ -139,7 +135,7 @@ int32_t dt_session_tokens_to_round(const dt_session *session);
 /* Computes tokens[n] after the ones there are, uncommitted. *logits: [n][V]. On failure there is nothing to keep. tokens may be the
  * session's own, behind its n_tokens. */
 dt_status dt_session_draft(dt_session *session, const int32_t *tokens, int32_t n, const float **logits, dt_error *error);
-/* Keeps the first n_keep >= 1 of them and evicts. probabilities[n_keep]: as in dt_session_append. */
-dt_status dt_session_keep(dt_session *session, int32_t n_keep, const float *probabilities, dt_error *error);
+/* Keeps the first n_keep >= 1 of them and evicts. */
+dt_status dt_session_keep(dt_session *session, int32_t n_keep, dt_error *error);
 
 #endif

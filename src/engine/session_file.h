@@ -11,8 +11,7 @@
 #include <stdint.h>
 
 #define DT_SESSION_MAGIC "DTSESS\r\n" /* 8 bytes; a transfer as text would break it */
-#define DT_SESSION_VERSION 3u         /* what is written */
-#define DT_SESSION_VERSION_READ 1u    /* the oldest that is read: it has no memory slots; version 2 no shift and origins */
+#define DT_SESSION_VERSION 4u         /* what is written, and read */
 
 typedef struct dt_session_header {
     char magic[8];
@@ -22,7 +21,7 @@ typedef struct dt_session_header {
     uint32_t n_tokens, whole_from;
     int32_t newest_dropped;   /* -1 = none */
     uint32_t peaks_until;     /* tokens before that have been repeated (score reconstruct) */
-    char model_name[32];      /* for messages, zero-padded, perhaps cut; before version 3, 40 bytes */
+    char model_name[32];      /* for messages, zero-padded, perhaps cut */
     uint32_t shift, reserved; /* positions count from there: the next token's is n_tokens - shift; reserved 0 */
     uint64_t checksum;        /* of all before it */
 } dt_session_header;
@@ -39,7 +38,7 @@ _Static_assert(sizeof(dt_session_section) == 32, "no padding");
 typedef struct dt_session_lane { /* what a LANE's payload begins with; columns of n_entries follow, dt_kv_column's order */
     uint32_t n_entries, flags;
 } dt_session_lane;
-#define DT_SESSION_LANE_MASS 1u /* the columns recent_mass, total_mass, value_norm are there */
+#define DT_SESSION_LANE_MASS 1u /* the columns recent_mass and value_norm are there */
 #define DT_SESSION_LANE_BIAS 2u
 #define DT_SESSION_LANE_PEAK 4u
 #define DT_SESSION_LANE_ORIGINS 8u

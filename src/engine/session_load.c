@@ -75,17 +75,14 @@ static dt_status read_header(reader *r) {
         return cut_short(r, sizeof *h);
     }
     memcpy(h, r->bytes, sizeof *h);
-    if (h->version < DT_SESSION_VERSION_READ || h->version > DT_SESSION_VERSION) {
+    if (h->version != DT_SESSION_VERSION) {
         return dt_fail(r->error, DT_ERR_ARGUMENT,
-                       "%s has version %u of the session format, and this program reads versions %u to %u; "
-                       "delete it to start anew",
-                       r->path, h->version, DT_SESSION_VERSION_READ, DT_SESSION_VERSION);
+                       "%s has version %u of the session format, and this program reads version %u; name another file, or delete "
+                       "it to start anew",
+                       r->path, h->version, DT_SESSION_VERSION);
     }
     if (h->checksum != dt_hash_of(h, offsetof(dt_session_header, checksum)) || h->header_bytes != sizeof *h) {
         return damaged(r, "the header's checksum does not fit");
-    }
-    if (h->version < 3) {
-        h->shift = h->reserved = 0; /* the name was longer */
     }
     if (r->n_bytes < h->file_bytes) {
         return cut_short(r, h->file_bytes);
@@ -101,7 +98,7 @@ int64_t dt_session_file_tokens(const char *path) {
         close(file);
     }
     const bool good = whole && memcmp(header.magic, DT_SESSION_MAGIC, sizeof header.magic) == 0 &&
-                      header.version >= DT_SESSION_VERSION_READ && header.version <= DT_SESSION_VERSION &&
+                      header.version == DT_SESSION_VERSION &&
                       header.checksum == dt_hash_of(&header, offsetof(dt_session_header, checksum));
     return good ? header.n_tokens : 0;
 }
@@ -266,7 +263,6 @@ typedef struct lane_parts {
 static bool is_in_file(const dt_session_lane *head, dt_kv_column column) {
     switch (column) {
     case DT_KV_RECENT_MASS:
-    case DT_KV_TOTAL_MASS:
     case DT_KV_VALUE_NORM:
         return (head->flags & DT_SESSION_LANE_MASS) != 0;
     case DT_KV_PEAK_MASS:
@@ -291,7 +287,6 @@ static uint64_t column_bytes(const dt_kv *kv, const lane_part *part, int column)
 static bool is_wanted(const dt_kv *kv, int32_t layer, int column) {
     switch (column) {
     case DT_KV_RECENT_MASS:
-    case DT_KV_TOTAL_MASS:
     case DT_KV_VALUE_NORM:
         return dt_kv_layer_needs_mass(kv, layer);
     case DT_KV_PEAK_MASS:

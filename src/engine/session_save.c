@@ -52,7 +52,6 @@ static void put_section(writer *w, const char *tag, const void *bytes, size_t n)
 static bool has_column(const dt_kv_lane_view *view, dt_kv_column column) {
     switch (column) {
     case DT_KV_RECENT_MASS:
-    case DT_KV_TOTAL_MASS:
     case DT_KV_VALUE_NORM:
         return view->recent_mass != NULL;
     case DT_KV_PEAK_MASS:
@@ -182,7 +181,7 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
         const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
         uint64_t entry_bytes = 0, n = (uint64_t)n_tokens;
         for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
-            const bool optional = c == DT_KV_RECENT_MASS || c == DT_KV_TOTAL_MASS || c == DT_KV_VALUE_NORM;
+            const bool optional = c == DT_KV_RECENT_MASS || c == DT_KV_VALUE_NORM;
             const bool unneeded = (optional && !dt_kv_layer_needs_mass(session->kv, layer)) ||
                                   (c == DT_KV_PEAK_MASS && !dt_kv_layer_needs_peak(session->kv, layer)) ||
                                   (c == DT_KV_ORIGINS && !params->keeps_origins);

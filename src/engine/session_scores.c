@@ -151,10 +151,6 @@ dt_status dt_session_observe_elsewhere(dt_session *s, bool all, dt_error *error)
         if (status != DT_OK) {
             return status;
         }
-        float weight = 0;
-        for (int32_t q = 0; q < observed.n_queries; q++) {
-            weight += s->query_weights[(s->n_tokens - 1 - q) % DT_OBSERVE_WINDOW] / (float)observed.n_queries;
-        }
         for (int32_t lane = 0; lane < s->model->info.n_kv_heads[i]; lane++) {
             dt_kv_lane_view view;
             dt_kv_lane(s->kv, i, lane, &view);
@@ -162,7 +158,7 @@ dt_status dt_session_observe_elsewhere(dt_session *s, bool all, dt_error *error)
             for (int32_t e = 0; e < view.n_entries; e++) { /* a model that overflowed must not break the cache's own sums */
                 view.value_norm[e] = dt_is_finite(observed.norms[at + (size_t)e]) ? observed.norms[at + (size_t)e] : 0;
             }
-            dt_mass_fold(view.recent_mass, view.total_mass, observed.mass + at, view.n_entries, observed.n_queries, weight);
+            dt_mass_fold(view.recent_mass, observed.mass + at, view.n_entries, observed.n_queries);
         }
     }
     return DT_OK;

@@ -84,7 +84,7 @@ static size_t row_floats(const dt_kv_layer_state *layer, int32_t capacity_blocks
 
 size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias) {
     const size_t n_rows =
-        (layer->has_mass ? 3u : 0u) + (layer->has_peak ? 1u : 0u) + (has_bias ? 1u : 0u) + (layer->params.keeps_origins ? 1u : 0u);
+        (layer->has_mass ? 2u : 0u) + (layer->has_peak ? 1u : 0u) + (has_bias ? 1u : 0u) + (layer->params.keeps_origins ? 1u : 0u);
     return DT_ROUND_UP((size_t)capacity_blocks * sizeof(dt_kv_span), (size_t)64) +
            n_rows * row_floats(layer, capacity_blocks) * sizeof(float);
 }
@@ -108,9 +108,8 @@ static bool lane_resize(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_st
     const size_t stride = row_floats(layer, capacity_blocks), row_bytes = (size_t)lane->n_entries * sizeof(float);
     if (layer->has_mass) {
         next.recent_mass = row;
-        next.total_mass = row + stride;
-        next.value_norm = row + 2 * stride;
-        row += 3 * stride;
+        next.value_norm = row + stride;
+        row += 2 * stride;
     }
     if (layer->has_peak) {
         next.peak_mass = row;
@@ -127,7 +126,6 @@ static bool lane_resize(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_st
         }
         if (layer->has_mass) {
             memcpy(next.recent_mass, lane->recent_mass, row_bytes);
-            memcpy(next.total_mass, lane->total_mass, row_bytes);
             memcpy(next.value_norm, lane->value_norm, row_bytes);
         }
         if (layer->has_peak) {
@@ -185,7 +183,6 @@ static void entry_move(dt_kv *kv, const dt_kv_layer_state *layer, dt_kv_lane_sta
     dt_kv_position(f, to_block)[t] = dt_kv_position(f, from_block)[s];
     if (layer->has_mass) {
         lane->recent_mass[to] = lane->recent_mass[from];
-        lane->total_mass[to] = lane->total_mass[from];
         lane->value_norm[to] = lane->value_norm[from];
     }
     if (layer->has_peak) {
@@ -507,7 +504,6 @@ static void lane_extend(const dt_kv_layer_state *layer, dt_kv_lane_state *lane, 
     const size_t bytes = (size_t)n * sizeof(float);
     if (layer->has_mass) {
         memset(lane->recent_mass + lane->n_entries, 0, bytes);
-        memset(lane->total_mass + lane->n_entries, 0, bytes);
         memset(lane->value_norm + lane->n_entries, 0, bytes);
     }
     if (layer->has_peak) {
@@ -738,7 +734,7 @@ void dt_kv_forget_masses(dt_kv *kv) {
             dt_kv_lane_state *lane = &layer->lanes[j];
             for (int32_t entry = 0; entry < lane->n_entries; entry++) {
                 if (!dt_is_slot(dt_kv_entry_position(&layer->params.format, lane, entry))) {
-                    lane->recent_mass[entry] = lane->total_mass[entry] = 0;
+                    lane->recent_mass[entry] = 0;
                 }
             }
         }

@@ -107,7 +107,7 @@ typedef struct dt_kv_lane_view {
     const dt_kv_span *spans;
     int32_t n_spans, n_entries, n_uncommitted;
     int32_t n_slots;                                          /* of the entries: memory slots, whose positions are negative */
-    float *recent_mass, *total_mass, *value_norm, *peak_mass; /* [n_entries] or NULL */
+    float *recent_mass, *value_norm, *peak_mass; /* [n_entries] or NULL */
     const float *bias;                                        /* [n_entries] or NULL = all zero */
     const int32_t *origin;                                    /* [n_entries] or NULL = not kept */
 } dt_kv_lane_view;
@@ -150,7 +150,6 @@ typedef enum dt_kv_column {
     DT_KV_K_SCALES,  /* float, INT8 only */
     DT_KV_V_SCALES,
     DT_KV_RECENT_MASS, /* float, where dt_kv_layer_needs_mass */
-    DT_KV_TOTAL_MASS,
     DT_KV_VALUE_NORM,
     DT_KV_PEAK_MASS, /* float, where dt_kv_layer_needs_peak */
     DT_KV_BIAS,      /* float, where the lane has biases */

@@ -103,10 +103,9 @@ static dt_status check_numbers(const check *c, const dt_kv_layer_state *layer, c
         void *block = lane->spans[entry / f->block_tokens].block;
         const int32_t i = entry % f->block_tokens;
         if (layer->has_mass) {
-            CHECK(c,
-                  is_amount(lane->recent_mass[entry]) && is_amount(lane->total_mass[entry]) && is_amount(lane->value_norm[entry]),
-                  "entry %d has masses %f and %f, value norm %f", entry, (double)lane->recent_mass[entry],
-                  (double)lane->total_mass[entry], (double)lane->value_norm[entry]);
+            CHECK(c, is_amount(lane->recent_mass[entry]) && is_amount(lane->value_norm[entry]),
+                  "entry %d has a mass of %f, a value norm of %f", entry, (double)lane->recent_mass[entry],
+                  (double)lane->value_norm[entry]);
         }
         CHECK(c, !layer->has_peak || is_amount(lane->peak_mass[entry]), "entry %d has a peak of %f", entry,
               (double)lane->peak_mass[entry]);

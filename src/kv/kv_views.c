@@ -15,7 +15,6 @@ void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_lane_v
         .n_slots = lane->n_slots,
         .n_uncommitted = kv->n_uncommitted,
         .recent_mass = lane->recent_mass,
-        .total_mass = lane->total_mass,
         .value_norm = lane->value_norm,
         .peak_mass = lane->peak_mass,
         .bias = lane->bias,
@@ -115,7 +114,7 @@ bool dt_kv_has_masses(const dt_kv *kv) {
         for (int32_t j = 0; layer->has_mass && j < layer->params.n_lanes; j++) {
             const dt_kv_lane_state *lane = &layer->lanes[j];
             for (int32_t entry = 0; !any && entry < lane->n_entries; entry++) {
-                any = lane->recent_mass[entry] > 0 || lane->total_mass[entry] > 0;
+                any = lane->recent_mass[entry] > 0;
             }
         }
     }

@@ -33,7 +33,6 @@ size_t dt_kv_column_bytes(const dt_kv_format *f, dt_kv_column column) {
 static void *row_of(const dt_kv_lane_state *lane, dt_kv_column column) {
     return column == DT_KV_ORIGINS       ? (void *)lane->origin
            : column == DT_KV_RECENT_MASS ? (void *)lane->recent_mass
-           : column == DT_KV_TOTAL_MASS  ? (void *)lane->total_mass
            : column == DT_KV_VALUE_NORM  ? (void *)lane->value_norm
            : column == DT_KV_PEAK_MASS   ? (void *)lane->peak_mass
            : column == DT_KV_BIAS        ? (void *)lane->bias

@@ -35,7 +35,6 @@ static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, i
         .n_slots = view.n_slots,
         .position = positions,
         .recent_mass = view.recent_mass,
-        .total_mass = view.total_mass,
         .value_norm = view.value_norm,
         .peak_mass = view.peak_mass,
         .weights = budget->weights,

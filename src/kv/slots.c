@@ -94,8 +94,7 @@ static void read_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *la
     }
     out->position = dt_is_slot(position) ? ~position : position;
     out->bias = dt_is_slot(position) ? lane->bias[entry] : 0;
-    out->recent_mass = layer->has_mass ? lane->recent_mass[entry] : 0;
-    out->total_mass = layer->has_mass ? lane->total_mass[entry] : 0;
+    out->mass = layer->has_mass ? lane->recent_mass[entry] : 0;
 }
 
 static void write_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t entry, const dt_slot *slot) {
@@ -107,8 +106,7 @@ static void write_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *l
     dt_kv_position(f, block)[entry % f->block_tokens] = ~slot->position;
     lane->bias[entry] = slot->bias;
     if (layer->has_mass) {
-        lane->recent_mass[entry] = slot->recent_mass;
-        lane->total_mass[entry] = slot->total_mass;
+        lane->recent_mass[entry] = slot->mass;
         lane->value_norm[entry] = norm(slot->value, f->dim_v);
     }
     if (layer->has_peak) {

@@ -15,8 +15,6 @@
 #define ALIGNED(bytes) DT_ROUND_UP((bytes), (size_t)64)
 /* What a token weighs at least: decides where no attention was observed, and keeps the sums of weights above 0. */
 #define LEAST_MASS 1e-12
-/* total_mass beside recent_mass, as in the score "fast". */
-#define TOTAL_SHARE 0.5f
 
 static size_t rows_bytes(int32_t capacity, int32_t dim) { return ALIGNED((size_t)(capacity + 1) * (size_t)dim * sizeof(float)); }
 static size_t slots_bytes(int32_t capacity) { return ALIGNED((size_t)(capacity + 1) * sizeof(dt_slot)); }
@@ -58,8 +56,7 @@ static float *cost_at(const dt_slots *s, int32_t a, int32_t b) {
 }
 
 static double weight_of(const dt_slot *slot) {
-    const float mass = slot->recent_mass + TOTAL_SHARE * slot->total_mass;
-    return (mass > 0 ? DT_MIN(mass, 1e30f) : 0) + LEAST_MASS * exp((double)slot->bias);
+    return (slot->mass > 0 ? DT_MIN(slot->mass, 1e30f) : 0) + LEAST_MASS * exp((double)slot->bias);
 }
 
 /* Of merging the last slot with each other one. */
@@ -104,8 +101,7 @@ static void merge(const dt_slots *s, dt_slot *a, const dt_slot *b) {
     mix(a->value, b->value, s->dim_v, (float)w_a, (float)w_b);
     a->bias = (float)(bias_share(w_a, a->bias) + bias_share(w_b, b->bias));
     a->position = w_b > w_a ? b->position : a->position;
-    a->recent_mass += b->recent_mass;
-    a->total_mass += b->total_mass;
+    a->mass += b->mass;
     a->weight = weight_of(a);
 }
 

@@ -24,7 +24,7 @@
 typedef struct dt_slot {
     float *key, *value;            /* [dim_k] as it lies in the cache, rotated; [dim_v] */
     float bias;                    /* added to its logit: at least 0, at most the log of the tokens it stands for */
-    float recent_mass, total_mass; /* attention it got (policy.h), sums over what it stands for; 0 = not observed */
+    float mass;                    /* attention it got (policy.h, recent_mass), summed over what it stands for; 0 = not observed */
     int32_t position;              /* of one of its tokens: the one attended to most */
     double weight;                 /* dt_slots_add's own */
 } dt_slot;

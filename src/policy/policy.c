@@ -15,7 +15,6 @@ static const dt_policy *const policies[] = {&dt_policy_local_window,
                                             &dt_policy_reconstruct,
                                             &dt_policy_predict,
                                             &dt_policy_fast_without_window,
-                                            &dt_policy_fast_without_total,
                                             &dt_policy_fast_without_values,
                                             &dt_policy_reconstruct_without_attention,
                                             &dt_policy_predict_without_attention};
@@ -53,15 +52,13 @@ bool dt_pinned(const dt_lane_view *view, int32_t entry) {
 static inline float amount(float mass) { return mass > 0 ? mass : 0; }
 
 /*
- * Running means per query, not sums: recent' = recent * d + (mass per query) * (1 - d), d = decay ^ queries. So folding ten queries
- * at once or one by one comes to the same, values stay below the number of query heads however long the session gets, and an
- * improbable token counts as a fraction of a query in both terms.
+ * Running means per query, not sums: mean' = mean * d + (mass per query) * (1 - d), d = decay ^ queries. So folding ten queries at
+ * once or one by one comes to the same, and values stay below the number of query heads however long the session gets.
  *
  * A new entry begins as an average one, not at 0: a sum or a mean that begins at 0 favours what has been there for longer, which
  * freezes the cache at its beginning and lets every token go as soon as it leaves the recent window.
  */
-void dt_mass_fold(float *restrict recent, float *restrict total, const float *restrict mass, int32_t n, int32_t n_queries,
-                  float weight) {
+void dt_mass_fold(float *restrict mean, const float *restrict mass, int32_t n, int32_t n_queries) {
     if (n <= 0 || n_queries <= 0) {
         return;
     }
@@ -76,26 +73,11 @@ void dt_mass_fold(float *restrict recent, float *restrict total, const float *re
     for (; i < n; i++) {
         sum += amount(mass[i]);
     }
-    const float average = sum / (float)n_queries / (float)n, queries = (float)n_queries * weight;
-    const float keep_recent = expf(-queries / DT_OBSERVE_WINDOW), keep_total = exp2f(-queries / DT_TOTAL_HALF_LIFE);
-    const float add_recent = (1 - keep_recent) / (float)n_queries, add_total = (1 - keep_total) / (float)n_queries;
+    const float average = sum / (float)n_queries / (float)n, keep = expf(-(float)n_queries / DT_OBSERVE_WINDOW);
+    const float add = (1 - keep) / (float)n_queries;
     for (i = 0; i < n; i++) {
-        const bool is_new = recent[i] == 0 && total[i] == 0;
-        recent[i] = (is_new ? average : recent[i]) * keep_recent + amount(mass[i]) * add_recent;
-        total[i] = (is_new ? average : total[i]) * keep_total + amount(mass[i]) * add_total;
+        mean[i] = (mean[i] == 0 ? average : mean[i]) * keep + amount(mass[i]) * add;
     }
-}
-
-/*
- * From one half for a token drawn against all odds to one for a certain one. Such a token is often an accident of sampling; what it
- * looks at should not decide what the conversation keeps. Not less than a half, since surprising tokens also carry what is new; a
- * token of unknown probability (a prompt's, 1 by convention) counts in full.
- */
-float dt_query_weight(float probability) {
-    if (!(probability < 1)) { /* NaN too: unknown */
-        return 1;
-    }
-    return 0.5f + 0.5f * DT_MAX(probability, 0.0f);
 }
 
 /* ---- choice of victims ---- */

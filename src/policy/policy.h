@@ -41,14 +41,13 @@ int32_t dt_budget_low_water(const dt_budget *budget);
 /* An entry's position tells what it is: a memory slot has that of one of the tokens it stands for, as a negative number. */
 static inline bool dt_is_slot(int32_t position) { return position < 0; }
 
-/* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The last three may be NULL for a policy
+/* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The masses and norms may be NULL for a policy
  * without needs_mass. */
 typedef struct dt_lane_view {
     int32_t n;
     int32_t n_slots;          /* of the n: memory slots, which are pinned and beside all sizes */
     const int32_t *position;  /* below 0: a memory slot (dt_is_slot) */
     const float *recent_mass; /* attention mass per query, a running mean over about the last DT_OBSERVE_WINDOW of them */
-    const float *total_mass;  /* the same over many more: DT_TOTAL_HALF_LIFE */
     const float *value_norm;
     const float *peak_mass; /* largest probability that any query gave it while the text was repeated, or a prediction of that;
                                NULL without needs_peak */
@@ -59,8 +58,6 @@ typedef struct dt_lane_view {
 
 /* The last queries that an importance score looks at (W). */
 #define DT_OBSERVE_WINDOW 32
-/* Queries after which an observation counts half in total_mass. */
-#define DT_TOTAL_HALF_LIFE 384
 
 /* What scores that come from a repetition, or foretell it, add for an entry: the repetition brings along what it has just said, so
  * it doesn't show what heads look at while a text goes on; the attention of the last queries does. Both are probabilities, but one
@@ -99,11 +96,9 @@ static inline bool dt_budget_needs_peak(const dt_budget *budget) { return budget
 const dt_policy *dt_policy_find(const char *name, const char *score_name);
 const dt_policy *const *dt_policies(int32_t *n);
 
-/* Folds the attention mass of newly committed queries into a lane's running means. mass[n]: sum over `n_queries` query rows;
- * weight: what they count for (dt_query_weight). Entries new since the last fold have recent = total = 0. */
-void dt_mass_fold(float *recent, float *total, const float *mass, int32_t n, int32_t n_queries, float weight);
-/* Weight of a decoded token's attention by how probable the token was when sampled, in (0, 1]. */
-float dt_query_weight(float probability);
+/* Folds the attention mass of newly committed queries into a lane's running mean (recent_mass). mass[n]: sum over `n_queries` query
+ * rows. Entries new since the last fold have a mean of 0. */
+void dt_mass_fold(float *mean, const float *mass, int32_t n, int32_t n_queries);
 
 /* The recent window that holds when n_keep entries are to stay: the view's, or what the policy's recent_share asks for. */
 int32_t dt_policy_recent_window(const dt_policy *policy, const dt_lane_view *view, int32_t n_keep);
@@ -137,7 +132,7 @@ float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const
 /* The policies, one file each; use dt_policy_find. */
 extern const dt_policy dt_policy_local_window, dt_policy_importance_score, dt_policy_reconstruct, dt_policy_predict;
 /* Without one of their parts, to measure what it is worth. */
-extern const dt_policy dt_policy_fast_without_window, dt_policy_fast_without_total, dt_policy_fast_without_values,
+extern const dt_policy dt_policy_fast_without_window, dt_policy_fast_without_values,
     dt_policy_reconstruct_without_attention, dt_policy_predict_without_attention;
 
 #endif

@@ -76,7 +76,7 @@ static void try_session(dt_session *session, const char *path) {
     dt_session_note(session, &n_note);
     const int32_t token = 5;
     if (n > 0) {
-        status = dt_session_append(session, token, 1.0f, &error);
+        status = dt_session_append(session, token, &error);
     } else {
         status = dt_session_sync(session, &token, 1, NULL, NULL, NULL, &error);
     }

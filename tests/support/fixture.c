@@ -133,7 +133,7 @@ dt_sync_result sync_tokens(dt_session *session, const int32_t *tokens, size_t n)
 
 void append_token(dt_session *session, int32_t token) {
     dt_error error = {0};
-    if (dt_session_append(session, token, 1.0f, &error) != DT_OK) {
+    if (dt_session_append(session, token, &error) != DT_OK) {
         fail_msg("%s", error.message);
     }
     check_structure(session);
