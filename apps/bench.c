@@ -367,8 +367,7 @@ static dt_status decode_crowd(const bench *b, crowd *c, dt_sampler *sampler, sam
             if (logits != NULL && status == DT_OK) { /* there are none after random filling */
                 status = dt_sampler_sample(sampler, logits, &token, NULL, error);
             }
-            c->steps[i] = (dt_step){
-                .session = c->sessions[i], .tokens = &b->tokens[context_now(c->sessions[i])], .n = 1};
+            c->steps[i] = (dt_step){.session = c->sessions[i], .tokens = &b->tokens[context_now(c->sessions[i])], .n = 1};
         }
         s->sampling_ms += 1e3 * dt_seconds_now() - sampling;
         status = status == DT_OK ? dt_group_step(c->group, c->steps, c->n, error) : status;

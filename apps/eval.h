@@ -45,7 +45,7 @@ typedef struct eval {
     size_t n_settings;
     dt_eviction *observed; /* what the base session collects attention for: all settings */
     json_t *result;        /* what --json writes */
-    bool unopened; /* the model can't be opened */
+    bool unopened;         /* the model can't be opened */
     bool rejected;         /* a threshold was missed */
 } eval;
 

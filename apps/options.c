@@ -88,8 +88,8 @@ static const dt_option output_rows[] = {
 };
 
 const dt_option_group dt_model_options = {"Model and cache", model_rows, N_OF(model_rows)};
-const dt_option_group dt_eviction_options = {"Cache eviction (TLC); settings need --cache-eviction, but for deeptutor-eval", eviction_rows,
-                                             N_OF(eviction_rows)};
+const dt_option_group dt_eviction_options = {"Cache eviction (TLC); settings need --cache-eviction, but for deeptutor-eval",
+                                             eviction_rows, N_OF(eviction_rows)};
 const dt_option_group dt_sampling_options = {"Sampling", sampling_rows, N_OF(sampling_rows)};
 const dt_option_group dt_stats_options = {"Numbers of the run", stats_rows, N_OF(stats_rows)};
 const dt_option_group dt_output_options = {"Log and help", output_rows, N_OF(output_rows)};

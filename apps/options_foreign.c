@@ -10,7 +10,8 @@ static const dt_foreign_flag flags[] = {
     /* accepted */
     {"-fa, --flash-attn", DT_FOREIGN_SWITCH, true, "attention is always computed in one pass here"},
     {"-ub, --ubatch-size", DT_FOREIGN_VALUE, true, "--batch-size alone says how many tokens are read at a time"},
-    {"--mmap, --mlock", DT_FOREIGN_NONE, true, "weights are mapped unless --no-mmap is given, and stay in memory as the system sees fit"},
+    {"--mmap, --mlock", DT_FOREIGN_NONE, true,
+     "weights are mapped unless --no-mmap is given, and stay in memory as the system sees fit"},
     {"--warmup, --no-warmup", DT_FOREIGN_NONE, true, "there is no warm-up run to have or to leave out"},
     {"--jinja", DT_FOREIGN_NONE, true, "chat templates are always Jinja"},
     {"--no-context-shift", DT_FOREIGN_NONE, true, "nothing is dropped from a full context unless --cache-eviction is given"},
@@ -20,8 +21,7 @@ static const dt_foreign_flag flags[] = {
     {"-co, --color, --simple-io", DT_FOREIGN_NONE, true, "text is always plain"},
     /* cache */
     {"--keep", DT_FOREIGN_VALUE, false, "the first tokens stay under eviction; how many is sink_tokens of an --eviction-config"},
-    {"--context-shift", DT_FOREIGN_NONE, false,
-     "--cache-eviction goes on past a full context (docs/memory.md)"},
+    {"--context-shift", DT_FOREIGN_NONE, false, "--cache-eviction goes on past a full context (docs/memory.md)"},
     {"-ctk, --cache-type-k, -ctv, --cache-type-v", DT_FOREIGN_VALUE, false, "--kv-type f16 or int8 sets keys and values"},
     {"-nkvo, --no-kv-offload", DT_FOREIGN_NONE, false,
      "a layer's cache lies where the layer runs; a smaller -ngl keeps more of it here"},

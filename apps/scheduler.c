@@ -139,10 +139,8 @@ static size_t plan_step(dt_scheduler *s) {
                 continue;
             }
             room -= chunk;
-            step = (dt_step){.session = q->session,
-                             .tokens = job->tokens + q->n_read,
-                             .n = chunk,
-                             .n_follow = (int32_t)(left - (size_t)chunk)};
+            step = (dt_step){
+                .session = q->session, .tokens = job->tokens + q->n_read, .n = chunk, .n_follow = (int32_t)(left - (size_t)chunk)};
         }
         s->stepped[n] = (size_t)i;
         s->steps[n++] = step;

@@ -112,8 +112,7 @@ static dt_status sample(dt_scheduler *s, dt_sequence *q, dt_error *error) {
         snprintf(error->message, sizeof error->message, "the session has no logits");
         return error->code = DT_ERR_INTERNAL;
     }
-    dt_status status =
-        dt_sampler_sample(choice->sampler, logits, &q->token, NULL, error);
+    dt_status status = dt_sampler_sample(choice->sampler, logits, &q->token, NULL, error);
     if (status == DT_OK) {
         status = dt_sampler_accept(choice->sampler, q->token, true, error);
     }

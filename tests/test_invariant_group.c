@@ -112,10 +112,7 @@ static bool is_done(const role *r) { return r->n_done == r->n_prompt + r->n_deco
 static dt_step next_step(const role *r) {
     if (r->n_done < r->n_prompt) {
         const int32_t n = DT_MIN(BATCH, r->n_prompt - r->n_done);
-        return (dt_step){.session = r->together,
-                         .tokens = r->prompt + r->n_done,
-                         .n = n,
-                         .n_follow = r->n_prompt - r->n_done - n};
+        return (dt_step){.session = r->together, .tokens = r->prompt + r->n_done, .n = n, .n_follow = r->n_prompt - r->n_done - n};
     }
     return (dt_step){.session = r->together, .tokens = r->decoded + (r->n_done - r->n_prompt), .n = 1};
 }
@@ -219,9 +216,7 @@ static void test_each_is_as_alone(void **state) {
 
 /* ---- failures ---- */
 
-static dt_step decode(dt_session *s, const int32_t *token) {
-    return (dt_step){.session = s, .tokens = token, .n = 1};
-}
+static dt_step decode(dt_session *s, const int32_t *token) { return (dt_step){.session = s, .tokens = token, .n = 1}; }
 
 static void test_failures_stay_apart(void **state) {
     const fixture *f = *state;

@@ -20,7 +20,8 @@
 #define RECONSTRUCT                                                                                                                \
     "{\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\", \"max_cache_size\": 48, \"recent_window\": 16}}"
 #define SHARED                                                                                                                     \
-    "{\"budget\": \"adaptive\", \"total_cache_size\": 96, \"layers\": {\"0-\": {\"policy\": \"importance_score\", \"score\": \"reconstruct\"}}}"
+    "{\"budget\": \"adaptive\", \"total_cache_size\": 96, \"layers\": {\"0-\": {\"policy\": \"importance_score\", \"score\": "     \
+    "\"reconstruct\"}}}"
 #define NO_SINKS "{\"0-\": {\"policy\": \"local_window\", \"max_cache_size\": 48, \"recent_window\": 16, \"sink_tokens\": 0}}"
 
 typedef engine_fixture fixture;

@@ -420,7 +420,7 @@ static void test_hostile_files(void **state) {
     const size_t lane = find_section(d.bytes, d.n, "LANE"), tokens = find_section(d.bytes, d.n, "TOKS");
     dt_session_lane head;
     memcpy(&head, d.bytes + lane, sizeof head);
-    const size_t columns = lane + sizeof head, n = head.n_entries, first_key = columns + n * 4 * 4;
+    const size_t columns = lane + sizeof head, n = head.n_entries, first_key = columns + n * 3 * 4;
     const struct {
         size_t at;
         uint32_t value;
@@ -434,7 +434,8 @@ static void test_hostile_files(void **state) {
         {columns, 60},                                           /* beyond the tokens */
         {columns + 4, 59},                                       /* twice */
         {columns + n * 4, 0x7FC00000u},                          /* a mass that is NaN */
-        {columns + n * 8, 0xBF800000u},                          /* or negative */
+        {columns + n * 4, 0xBF800000u},                          /* or negative */
+        {columns + n * 8, 0xBF800000u},                          /* a value's length below 0 */
         {first_key, 0x7E007E00u},                                /* keys that are NaN */
         {first_key + 16 * 2 * n, 0x7C00u},                       /* values that are infinite */
         {tokens, 1u << 20},                                      /* a token */

@@ -28,7 +28,6 @@ struct dt_calibration {
     const dt_model *model;
     dt_predict_shape shape;
     int32_t n, n_lanes; /* weights of a lane; lanes of all layers */
-    double n_tokens;
     lane_sums *lanes;
     bool *layer_has; /* [n_layers] */
 };
@@ -134,7 +133,6 @@ dt_status dt_calibration_add(dt_calibration *c, const dt_session *session, dt_er
             done = add_lane(c, session, i, lane, &c->lanes[first + lane], positions, work);
         }
     }
-    c->n_tokens += session->n_tokens;
     free(positions);
     free(work);
     return done ? DT_OK : dt_fail(error, DT_ERR_COMPUTE, "the device did not give keys and values for the calibration");

@@ -7,11 +7,15 @@
  * that were wrong.
  */
 #include "engine/draft.h"
+#include "graph/device_cache.h"
 #include "engine/lookup.h"
 #include "engine/session.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+_Static_assert(DT_OBSERVE_WINDOW + DT_DRAFT_MAX_TOKENS + 1 <= DT_RING,
+               "a draft that is taken back leaves the observed queries there");
 
 #define FIRST_LENGTH 4
 #define MAX_PAUSE 64           /* steps without a guess, after many wrong ones */

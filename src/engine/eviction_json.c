@@ -561,10 +561,23 @@ static dt_status read_shared(reader *r, json_t *root) {
     return DT_OK;
 }
 
+/* Layers that keep everything have no part in a shared budget. */
+static void share_total(dt_eviction *e) {
+    int32_t n_sharing = 0;
+    for (int32_t i = 0; i < e->n_layers; i++) {
+        n_sharing += e->requests[i].policy != NULL;
+    }
+    for (int32_t i = 0; n_sharing > 0 && i < e->n_layers; i++) {
+        e->requests[i].shared_average = e->total_cache_size / n_sharing;
+        e->budgets[i] = dt_eviction_complete(&e->requests[i]);
+    }
+}
+
 /* Scores must compare between layers, and every lane must have room for its pinned tokens and one more. */
 static dt_status check_total(reader *r) {
-    const dt_eviction *e = r->eviction;
+    dt_eviction *e = r->eviction;
     const dt_policy *policy = NULL;
+    share_total(e);
     for (int32_t i = 0; i < e->n_layers; i++) {
         const dt_policy *own = e->budgets[i].policy;
         if (own == &dt_policy_local_window || (own != NULL && policy != NULL && own != policy)) {

@@ -54,9 +54,15 @@ static void learn(dt_eviction *preset, const dt_eviction *learned) {
     }
     for (int32_t i = 0; i < preset->n_layers; i++) {
         if (preset->requests[i].policy != NULL) {
-            preset->requests[i] = learned->requests[i];
             assert(n > 0);
-            preset->requests[i].shared_average = (int32_t)(total / n);
+            preset->requests[i] = (dt_eviction_request){.policy = &dt_policy_predict,
+                                                        .max_cache_size = INT32_MAX,
+                                                        .sink_tokens = -1,
+                                                        .recent_window = -1,
+                                                        .weights = learned->requests[i].weights,
+                                                        .n_weight_lanes = learned->requests[i].n_weight_lanes,
+                                                        .n_weights = learned->requests[i].n_weights,
+                                                        .shared_average = (int32_t)(total / n)};
         }
         preset->budgets[i] = dt_eviction_complete(&preset->requests[i]);
     }

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Attention mass is collected only when a round is near: its running sums forget what is older than a few windows. */
+/* Attention mass is collected only when a round is near: its running mean forgets what is older than a few windows. */
 #define OBSERVE_AHEAD (8 * DT_OBSERVE_WINDOW)
 #define PROGRESS_INTERVAL_US 100000
 

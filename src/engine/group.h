@@ -43,7 +43,7 @@ struct dt_group {
     int64_t n_calls;           /* of dt_group_step */
 };
 
-/* A group for `session` alone, with params' threads and kernel. */
+/* A group for one session alone, with params' threads and kernel. */
 dt_status dt_group_new_private(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error);
 
 /* Appends every part to its session, in one batch where it can, and folds the attention that was observed into scores. Does not

@@ -249,7 +249,11 @@ uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
             p.budgets[i] = dt_kv_layer(session->kv, i)->budget;
         }
         measure_lanes(&p, true);
-        bytes = dt_kv_bytes_most(session->kv, p.longest);
+        dt_kv_layer_params *layers = dt_kv_plan_layers(p.model, &params, p.budgets);
+        bytes = layers == NULL
+                    ? UINT64_MAX
+                    : dt_kv_bytes_most(session->kv, p.longest) + dt_device_cache_bytes_bound(p.model->decoder, layers, p.longest);
+        free(layers);
     }
     free(p.budgets);
     free(p.longest);

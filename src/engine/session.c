@@ -122,14 +122,26 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     return status;
 }
 
-/* A lane that shares a budget without a bound of its own leaves so much of the context free that the conversation can go past it. */
-static void bound_lanes(const dt_session *s, dt_budget *budgets) {
-    const int32_t n_ctx = s->params.n_ctx, room = DT_MAX(DT_MIN(s->params.n_batch, n_ctx / 8), LEAST_CHUNK);
-    for (int32_t i = 0; s->params.evict == DT_EVICT_ALWAYS && i < s->model->info.n_layers; i++) {
+/* A lane that shares a budget without a bound of its own leaves so much of the context free that the conversation can go past it.
+ * Not where the budget is as large as the context: then nothing is to be evicted within it. */
+static void bound_lanes(const dt_session *s, dt_budget *budgets, int32_t total) {
+    const int32_t n_layers = s->model->info.n_layers, n_ctx = s->params.n_ctx;
+    int32_t n_sharing = 0, room = DT_MAX(DT_MIN(s->params.n_batch, n_ctx / 8), LEAST_CHUNK);
+    bool repeats = false;
+    for (int32_t i = 0; i < n_layers; i++) {
+        n_sharing += budgets[i].policy != NULL;
+        repeats = repeats || dt_policy_repeats(budgets[i].policy);
+    }
+    room += repeats ? DT_MIN(room, DT_REPEAT_CHUNK) : 0; /* find_headroom */
+    if (s->params.evict != DT_EVICT_ALWAYS || total <= 0 || n_sharing == 0 || total / n_sharing >= n_ctx - room) {
+        return;
+    }
+    for (int32_t i = 0; i < n_layers; i++) {
         dt_budget *b = &budgets[i];
-        const int32_t pinned = b->sink_tokens + b->recent_window;
-        if (b->policy != NULL && b->max_cache_size == INT32_MAX && n_ctx - room - b->memory_slots > DT_MAX(pinned, b->min_cache_size)) {
-            b->max_cache_size = n_ctx - room - b->memory_slots;
+        const int32_t max = n_ctx - room - b->memory_slots;
+        if (b->policy != NULL && b->max_cache_size == INT32_MAX &&
+            max > DT_MAX(b->sink_tokens + b->recent_window, b->min_cache_size)) {
+            b->max_cache_size = max;
         }
     }
 }
@@ -146,7 +158,7 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
     for (int32_t i = 0; eviction && i < n_layers; i++) {
         budgets[i] = *dt_eviction_budget(eviction, i);
     }
-    bound_lanes(s, budgets);
+    bound_lanes(s, budgets, total);
     s->weights = dt_score_weights_share(eviction ? eviction->weights : NULL);
     s->params.eviction = NULL; /* the caller may free it after this */
     dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
@@ -291,10 +303,9 @@ dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *err
 }
 
 /* A step of this session alone. *logits (may be NULL): after the last n_outputs of its tokens, the graph's. */
-static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow,
-                      const float **logits, dt_error *error) {
-    dt_part part = {
-        .session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .error = error};
+static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow, const float **logits,
+                      dt_error *error) {
+    dt_part part = {.session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .error = error};
     dt_group_compute(s->group, &part, 1);
     if (logits) {
         *logits = part.logits;
@@ -336,8 +347,10 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
     do {
         status = dt_kv_close_up(s->kv, s->params.n_ctx - s->headroom, error);
     } while (dt_session_makes_room(s, status, error));
-    if (status == DT_OK && dt_session_shift(s) > before) {
+    if (status != DT_OK || dt_session_shift(s) > before) { /* also where it failed half way, behind what windows have passed */
         s->whole_from = s->n_tokens;
+    }
+    if (status == DT_OK && dt_session_shift(s) > before) {
         dt_log(before == 0 ? DT_LOG_INFO : DT_LOG_DEBUG,
                "session: after %d tokens the context of %d is used up; those that were kept move together into its first %d",
                s->n_tokens, s->params.n_ctx, dt_session_next_position(s));

@@ -20,7 +20,7 @@ typedef struct dt_session_header {
     uint32_t n_layers, n_vocab, dim_k, dim_v, type_k, type_v; /* types: 1 = F16, 2 = INT8 */
     uint32_t n_tokens, whole_from;
     int32_t newest_dropped;   /* -1 = none */
-    uint32_t peaks_until;     /* tokens before that have been repeated (score reconstruct) */
+    uint32_t peaks_until;     /* tokens before that have been repeated (score reconstruct) or foretold (predict) */
     char model_name[32];      /* for messages, zero-padded, perhaps cut */
     uint32_t shift, reserved; /* positions count from there: the next token's is n_tokens - shift; reserved 0 */
     uint64_t checksum;        /* of all before it */

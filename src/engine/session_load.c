@@ -479,6 +479,8 @@ static dt_status take_over(dt_session *s, reader *r, loaded *l, dt_sampler *samp
     s->logits = s->own_logits = logits;
     s->note = note;
     s->note_bytes = l->note_bytes;
+    s->n_to_come = 0;
+    s->evicted_once = false;
     return DT_OK;
 }
 

@@ -176,6 +176,11 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
         return dt_replace_check(path, 0, error);
     }
     const dt_model_info *info = &session->model->info;
+    const int32_t total = dt_kv_total_cache_size(session->kv);
+    int32_t n_sharing = 0;
+    for (int32_t layer = 0; layer < info->n_layers; layer++) {
+        n_sharing += dt_kv_layer(session->kv, layer)->budget.policy != NULL;
+    }
     uint64_t bytes = sizeof(dt_session_header) + (uint64_t)n_tokens * sizeof(int32_t) + (uint64_t)info->n_vocab * sizeof(float);
     for (int32_t layer = 0; layer < info->n_layers; layer++) {
         const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
@@ -189,9 +194,10 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
                 entry_bytes += dt_kv_column_bytes(&params->format, (dt_kv_column)c);
             }
         }
-        n = params->budget.policy != NULL
-                ? DT_MIN(n, (uint64_t)params->budget.max_cache_size + (uint64_t)params->budget.memory_slots)
-                : n;
+        if (params->budget.policy != NULL) {
+            const int32_t max = total > 0 ? total / n_sharing + 1 : params->budget.max_cache_size;
+            n = DT_MIN(n, (uint64_t)DT_MIN(max, params->budget.max_cache_size) + (uint64_t)params->budget.memory_slots);
+        }
         bytes += (uint64_t)params->n_lanes * (n * entry_bytes + sizeof(dt_session_section) + 16);
     }
     return dt_replace_check(path, bytes, error);

@@ -32,6 +32,20 @@ static bool choose_repeated(dt_session *s) {
     return any;
 }
 
+/* What was read since the last time is still there. A fork with other scores, or a file that lacks them, may have lost some of it: then
+ * there is nothing to repeat, and no peaks are known. */
+static bool is_whole(const dt_session *s) {
+    bool whole = true;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(s->kv, i, lane, &view);
+            whole = whole && view.n_entries - view.n_slots >= s->n_tokens - s->peaks_until;
+        }
+    }
+    return whole;
+}
+
 static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         for (int32_t lane = 0; s->observe_layer[i] && lane < s->model->info.n_kv_heads[i]; lane++) {
@@ -53,6 +67,9 @@ static void keep_peaks(dt_session *s, int32_t from, int32_t to) {
  * peaks.
  */
 static dt_status reconstruct(dt_session *s, dt_error *error) {
+    if (!is_whole(s)) {
+        s->peaks_until = s->n_tokens;
+    }
     dt_status status = s->logits && s->peaks_until < s->n_tokens ? dt_session_own_logits(s, s->logits, error) : DT_OK;
     while (status == DT_OK && s->peaks_until < s->n_tokens) {
         const int32_t from = s->peaks_until, n = DT_MIN(s->n_tokens - from, DT_MIN(s->params.n_batch, DT_REPEAT_CHUNK));

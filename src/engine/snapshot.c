@@ -11,7 +11,8 @@
  *
  * Invariants: a snapshot's tokens are the first ones of the session's. Snapshots never make the cache's memory exceed what the
  * session was said to take at most: while there are any the allocator's limit is that, and the oldest goes when an allocation
- * fails. A session that shares its memory with forks takes none, since those could not make room.
+ * fails. A session that shares its memory with forks takes none, since those could not make room; nor does a fork, which was not said
+ * to take anything.
  */
 #include "engine/session.h"
 
@@ -70,7 +71,7 @@ static bool may_lose(const dt_session *s) {
 
 void dt_snapshot_take(dt_session *s) {
     const int32_t most = s->params.n_snapshots;
-    if (most <= 0 || s->params.evict != DT_EVICT_ALWAYS || s->logits == NULL || !may_lose(s) ||
+    if (most <= 0 || s->kv_most == 0 || s->params.evict != DT_EVICT_ALWAYS || s->logits == NULL || !may_lose(s) ||
         atomic_load(&s->kv_memory->references) > 1) {
         return;
     }
@@ -80,10 +81,10 @@ void dt_snapshot_take(dt_session *s) {
     }
     const size_t n_vocab = (size_t)s->model->info.n_vocab;
     dt_snapshot taken = {.n_tokens = s->n_tokens, .whole_from = s->whole_from, .peaks_until = s->peaks_until};
-    s->kv_memory->memory.limit = (size_t)s->kv_most;
     taken.logits = malloc(n_vocab * sizeof *taken.logits);
     if (taken.logits != NULL) {
         do {
+            s->kv_memory->memory.limit = (size_t)s->kv_most; /* giving up the last one lifts it */
             (void)dt_kv_fork(s->kv, &taken.kv, NULL);
         } while (taken.kv == NULL && dt_snapshot_yield(s));
     }

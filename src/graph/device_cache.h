@@ -33,7 +33,7 @@
 #include "kv/kv.h"
 
 #define DT_N_KV_PAD 256     /* what the fused kernels of GPUs want */
-#define DT_RING 64          /* queries kept: the observed window, and drafts that may be taken back */
+#define DT_RING 128         /* queries kept: the observed window, and drafts that may be taken back */
 #define DT_MAX_ELSEWHERE 16 /* most sequences of a batch: each adds nodes to its graph */
 
 typedef struct dt_device_cache dt_device_cache;

@@ -164,18 +164,18 @@ dt_status dt_kv_close_up(dt_kv *kv, int32_t limit, dt_error *error) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%d tokens are not committed yet: commit them before moving others",
                        kv->n_uncommitted);
     }
-    const dt_status status = prepare(kv, limit, error);
     for (int32_t i = 0; i < kv->n_layers; i++) {
         longest = DT_MAX(longest, dt_kv_length(kv, i));
         new_next = DT_MAX(new_next, closed_length(kv, i, limit));
     }
+    if (new_next >= next) { /* before anything is dropped: what stays in place may be taken back */
+        return DT_OK;
+    }
+    const dt_status status = prepare(kv, limit, error);
     const size_t bytes = (size_t)longest * sizeof(numbered);
     numbered *entries = status == DT_OK ? dt_kv_scratch(kv, bytes) : NULL;
     if (status != DT_OK || entries == NULL) {
         return status != DT_OK ? status : dt_fail_memory(error, bytes, "moving the cache's tokens");
-    }
-    if (new_next >= next) {
-        return DT_OK;
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];

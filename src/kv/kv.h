@@ -106,10 +106,10 @@ void dt_kv_clear(dt_kv *kv);
 typedef struct dt_kv_lane_view {
     const dt_kv_span *spans;
     int32_t n_spans, n_entries, n_uncommitted;
-    int32_t n_slots;                                          /* of the entries: memory slots, whose positions are negative */
+    int32_t n_slots;                             /* of the entries: memory slots, whose positions are negative */
     float *recent_mass, *value_norm, *peak_mass; /* [n_entries] or NULL */
-    const float *bias;                                        /* [n_entries] or NULL = all zero */
-    const int32_t *origin;                                    /* [n_entries] or NULL = not kept */
+    const float *bias;                           /* [n_entries] or NULL = all zero */
+    const int32_t *origin;                       /* [n_entries] or NULL = not kept */
 } dt_kv_lane_view;
 
 void dt_kv_lane(const dt_kv *kv, int32_t layer, int32_t lane, dt_kv_lane_view *out);
@@ -180,10 +180,9 @@ int32_t dt_kv_newest_dropped(const dt_kv *kv);
 /* ---- rounds (round.c) ---- */
 
 typedef struct dt_round_result {
-    bool has_dropped;       /* something went, evicted or passed by a window: what is before next_position is no longer whole */
-    int32_t n_rounds;       /* layers in which something was evicted */
-    int64_t n_evicted;      /* tokens, summed over layers, mean over a layer's lanes, rounded */
-    int32_t newest_evicted; /* highest position that was evicted in any lane; -1 = none */
+    bool has_dropped;  /* something went, evicted or passed by a window: what is before next_position is no longer whole */
+    int32_t n_rounds;  /* layers in which something was evicted */
+    int64_t n_evicted; /* tokens, summed over layers, mean over a layer's lanes, rounded */
 } dt_round_result;
 
 /* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes

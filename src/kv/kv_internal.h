@@ -36,9 +36,9 @@ typedef struct dt_kv_lane_state {
     int32_t n_slots; /* of them: memory slots */
     dt_kv_span *spans;
     float *recent_mass, *value_norm; /* NULL where the layer's policy needs none */
-    float *peak_mass;                             /* likewise, of a policy that needs peaks */
-    float *bias;                                  /* NULL until the first bias is set */
-    int32_t *origin;                              /* NULL where the layer keeps none */
+    float *peak_mass;                /* likewise, of a policy that needs peaks */
+    float *bias;                     /* NULL until the first bias is set */
+    int32_t *origin;                 /* NULL where the layer keeps none */
 } dt_kv_lane_state;
 
 typedef struct dt_kv_layer_state {

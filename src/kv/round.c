@@ -44,9 +44,9 @@ static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, i
     };
 }
 
-/* Evicts from one lane so that n_keep entries stay; *n_evicted and result->newest_evicted tell what went. */
+/* Evicts from one lane so that n_keep entries stay. */
 static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t n_keep, int32_t *n_evicted,
-                            dt_round_result *result, dt_error *error) {
+                            dt_error *error) {
     const int32_t n_entries = kv->layers[layer].lanes[lane].n_entries;
     const size_t row = row_bytes(n_entries), bytes = dt_kv_round_bytes(&kv->layers[layer].params, n_entries);
     char *scratch = dt_kv_scratch(kv, bytes);
@@ -57,12 +57,7 @@ static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next
     const dt_lane_view entries = lane_entries(kv, layer, lane, next_position, positions);
     const int32_t n = dt_policy_choose(kv->layers[layer].params.budget.policy, &entries, n_keep, victims, scratch + 2 * row);
     const dt_status status = dt_kv_absorb(kv, layer, lane, victims, n, scratch + choice_bytes(n_entries), error);
-    if (status == DT_OK) {
-        *n_evicted = n;
-        for (int32_t i = 0; i < n; i++) {
-            result->newest_evicted = DT_MAX(result->newest_evicted, positions[victims[i]]);
-        }
-    }
+    *n_evicted = status == DT_OK ? n : 0;
     return status;
 }
 
@@ -203,7 +198,8 @@ static dt_status drop_passed(dt_kv *kv, int32_t next_position, dt_round_result *
     dt_status status = DT_OK;
     for (int32_t i = 0; i < kv->n_layers && status == DT_OK; i++) {
         const dt_kv_layer_params *params = &kv->layers[i].params;
-        for (int32_t j = 0; params->window > 0 && dt_kv_exceeds(kv, i, 0) && j < params->n_lanes && status == DT_OK; j++) {
+        const bool is_due = params->window > 0 && dt_kv_exceeds(kv, i, 0); /* all lanes or none */
+        for (int32_t j = 0; is_due && j < params->n_lanes && status == DT_OK; j++) {
             int32_t n = 0;
             status = dt_kv_drop_passed(kv, i, j, DT_MAX(next_position - params->window + 1, 0), &n, error);
             result->has_dropped = result->has_dropped || n > 0;
@@ -213,7 +209,7 @@ static dt_status drop_passed(dt_kv *kv, int32_t next_position, dt_round_result *
 }
 
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error) {
-    *result = (dt_round_result){.newest_evicted = -1};
+    *result = (dt_round_result){0};
     if (kv->n_uncommitted > 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%d tokens are not committed yet: commit them before an eviction round",
                        kv->n_uncommitted);
@@ -235,7 +231,7 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
         for (int32_t j = 0; j < n_lanes && status == DT_OK; j++, index++) {
             int32_t n = 0;
             if (kv->layers[i].lanes[j].n_entries - kv->layers[i].lanes[j].n_slots > kv->keep[index]) {
-                status = lane_round(kv, i, j, next_position, kv->keep[index], &n, result, error);
+                status = lane_round(kv, i, j, next_position, kv->keep[index], &n, error);
             }
             evicted += n;
             result->has_dropped = result->has_dropped || n > 0;

@@ -22,11 +22,11 @@
 
 /* One entry: a token on its way into the slots, or a slot. */
 typedef struct dt_slot {
-    float *key, *value;            /* [dim_k] as it lies in the cache, rotated; [dim_v] */
-    float bias;                    /* added to its logit: at least 0, at most the log of the tokens it stands for */
-    float mass;                    /* attention it got (policy.h, recent_mass), summed over what it stands for; 0 = not observed */
-    int32_t position;              /* of one of its tokens: the one attended to most */
-    double weight;                 /* dt_slots_add's own */
+    float *key, *value; /* [dim_k] as it lies in the cache, rotated; [dim_v] */
+    float bias;         /* added to its logit: at least 0, at most the log of the tokens it stands for */
+    float mass;         /* attention it got (policy.h, recent_mass), summed over what it stands for; 0 = not observed */
+    int32_t position;   /* of one of its tokens: the one attended to most */
+    double weight;      /* dt_slots_add's own */
 } dt_slot;
 
 typedef struct dt_slots {

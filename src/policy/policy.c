@@ -50,6 +50,8 @@ bool dt_pinned(const dt_lane_view *view, int32_t entry) {
 
 /* A model that overflowed gives masses that are no numbers; the means stay finite all the same. */
 static inline float amount(float mass) { return mass > 0 ? mass : 0; }
+/* Of an entry that was observed and got nothing for long: not 0, which would make it a new one. */
+#define LEAST_MEAN 1e-30f
 
 /*
  * Running means per query, not sums: mean' = mean * d + (mass per query) * (1 - d), d = decay ^ queries. So folding ten queries at
@@ -76,7 +78,7 @@ void dt_mass_fold(float *restrict mean, const float *restrict mass, int32_t n, i
     const float average = sum / (float)n_queries / (float)n, keep = expf(-(float)n_queries / DT_OBSERVE_WINDOW);
     const float add = (1 - keep) / (float)n_queries;
     for (i = 0; i < n; i++) {
-        mean[i] = (mean[i] == 0 ? average : mean[i]) * keep + amount(mass[i]) * add;
+        mean[i] = DT_MAX((mean[i] == 0 ? average : mean[i]) * keep + amount(mass[i]) * add, LEAST_MEAN);
     }
 }
 

@@ -132,7 +132,7 @@ float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const
 /* The policies, one file each; use dt_policy_find. */
 extern const dt_policy dt_policy_local_window, dt_policy_importance_score, dt_policy_reconstruct, dt_policy_predict;
 /* Without one of their parts, to measure what it is worth. */
-extern const dt_policy dt_policy_fast_without_window, dt_policy_fast_without_values,
-    dt_policy_reconstruct_without_attention, dt_policy_predict_without_attention;
+extern const dt_policy dt_policy_fast_without_window, dt_policy_fast_without_values, dt_policy_reconstruct_without_attention,
+    dt_policy_predict_without_attention;
 
 #endif

@@ -1,6 +1,6 @@
 /*
  * Policy importance_score with "score": "reconstruct": tokens stay by the most attention that any query gave them while the model
- * said its text again (KVzip, Kim et al. 2025, arXiv 2505.23416; how that is done: engine/session.c).
+ * said its text again (KVzip, Kim et al. 2025, arXiv 2505.23416; how that is done: engine/session_scores.c).
  *
  * What is needed to repeat the text is what a question about it may need, whatever the question. The largest probability, not a
  * sum: a token that one query depends on wholly is worth more than one that all glance at. Being probabilities, scores of different
