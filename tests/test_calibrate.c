@@ -236,6 +236,21 @@ static dt_eviction *chat_preset(const fixture *f) {
     return eviction;
 }
 
+/* `text` with a list of sizes before every score. free() */
+static char *with_lanes(const char *text, int32_t n_lanes) {
+    char *out = calloc(1, 40 * strlen(text)), list[128] = "";
+    assert_non_null(out);
+    assert_in_range(n_lanes, 1, 8);
+    for (int32_t i = 0; i < n_lanes; i++) {
+        snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d", i > 0 ? ", " : "", 200 + i);
+    }
+    for (const char *at; (at = strstr(text, "\"score\"")) != NULL; text = at + 1) {
+        sprintf(out + strlen(out), "%.*s\"lanes\": [%s], \"", (int)(at - text), text, list);
+    }
+    strcat(out, text);
+    return out;
+}
+
 /* A preset goes by the file beside the model, with the tokens it has in total; without one, or with a wrong one, as ever. */
 static void test_presets_find_what_was_learned(void **state) {
     const fixture *f = *state;
@@ -261,6 +276,13 @@ static void test_presets_find_what_was_learned(void **state) {
     assert_true(dt_kv_mean_length(s->kv, 0) + dt_kv_mean_length(s->kv, 1) <= 2 * 48);
     dt_session_free(s);
     dt_eviction_free(learned);
+    char *sized = with_lanes(f->config, dt_model_get_info(f->model)->n_kv_heads[0]); /* of a file only the weights count */
+    write_file(path, sized);
+    dt_eviction *by_weights = chat_preset(f);
+    assert_int_equal(dt_eviction_total(by_weights), 2048 + 4096);
+    assert_null(dt_eviction_budget(by_weights, 0)->lane_max);
+    dt_eviction_free(by_weights);
+    free(sized);
     write_file(path, "{\"0\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 64, \"weights\": "
                      "[[1, 2, 3], [1, 2, 3]]}}"); /* of another model */
     dt_eviction *wrong = chat_preset(f);

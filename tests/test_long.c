@@ -221,6 +221,27 @@ static void test_a_window_moves_without_a_trace(void **state) {
     }
 }
 
+/* Where the kept tokens would not become fewer nothing is touched, also not what windows have passed: it may be taken back to. */
+static void test_closing_up_for_nothing_drops_nothing(void **state) {
+    const fixture *f = *state;
+    tiny_model_params p = small_model();
+    p.arch = "gemma3";
+    p.window = 32;
+    p.window_period = 2;
+    dt_model *model = open_model(write_tiny(&p), true);
+    dt_session *s =
+        new_session(model, "{\"1\": {\"policy\": \"local_window\", \"max_cache_size\": 64}}", DT_KV_F16, DT_PREFILL_FULL, N_CTX);
+    sync_tokens(s, f->tokens, 60);
+    dt_error error;
+    const int32_t length = dt_kv_length(s->kv, 0);
+    assert_int_equal(length, 60);
+    assert_int_equal(dt_kv_close_up(s->kv, N_CTX - 32, &error), DT_OK);
+    assert_int_equal(dt_kv_shift(s->kv), 0);
+    assert_int_equal(dt_kv_length(s->kv, 0), length);
+    dt_session_free(s);
+    dt_model_close(model);
+}
+
 /* A layer's window in place of a budget; the other layers evict. */
 static void test_windows_move_as_a_whole(void **state) {
     const fixture *f = *state;
@@ -464,6 +485,7 @@ int main(void) {
         cmocka_unit_test(test_keys_turn_as_the_model_rotates),
         cmocka_unit_test(test_original_positions_are_reported),
         cmocka_unit_test(test_a_window_moves_without_a_trace),
+        cmocka_unit_test(test_closing_up_for_nothing_drops_nothing),
         cmocka_unit_test(test_windows_move_as_a_whole),
         cmocka_unit_test(test_a_hundred_thousand_tokens),
         cmocka_unit_test(test_saved_and_loaded),

@@ -41,8 +41,8 @@ int32_t dt_budget_low_water(const dt_budget *budget);
 /* An entry's position tells what it is: a memory slot has that of one of the tokens it stands for, as a negative number. */
 static inline bool dt_is_slot(int32_t position) { return position < 0; }
 
-/* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The masses and norms may be NULL for a policy
- * without needs_mass. */
+/* One lane as a policy sees it. Arrays have n entries, in any order; positions are unique. The masses and norms may be NULL for a
+ * policy without needs_mass. */
 typedef struct dt_lane_view {
     int32_t n;
     int32_t n_slots;          /* of the n: memory slots, which are pinned and beside all sizes */
