@@ -18,8 +18,6 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define MAX_DIM 1024 /* of a key */
-
 typedef struct numbered {
     int32_t position, entry;
 } numbered;
@@ -27,7 +25,7 @@ typedef struct numbered {
 /* cos and sin of what a key turns by when it moves by `positions`. */
 typedef struct turn {
     int32_t positions;
-    float cosine[MAX_DIM / 2], sine[MAX_DIM / 2];
+    float cosine[DT_KV_MAX_DIM / 2], sine[DT_KV_MAX_DIM / 2];
 } turn;
 
 static void turn_init(turn *t, const dt_kv_rope *rope, int32_t positions) {
@@ -50,27 +48,6 @@ static void turn_key(const turn *t, const dt_kv_rope *rope, float *key) {
     }
 }
 
-static void get_key(const dt_kv_format *f, void *block, int32_t i, float *key) {
-    for (int32_t d = 0; d < f->dim_k; d++) {
-        const char *at = (const char *)block + dt_kv_key_offset(f, i, d);
-        key[d] = f->type_k == DT_KV_F16 ? dt_f16_to_f32(*(const uint16_t *)(const void *)at)
-                                        : dt_kv_k_scale(f, block)[i] * (float)(*(const uint8_t *)at - 128);
-    }
-}
-
-/* By the rules of attention's store. */
-static void put_key(const dt_kv_format *f, void *block, int32_t i, const float *key) {
-    const float inverse = f->type_k == DT_KV_INT8 ? dt_kv_quantizer(key, f->dim_k, &dt_kv_k_scale(f, block)[i]) : 0;
-    for (int32_t d = 0; d < f->dim_k; d++) {
-        char *at = (char *)block + dt_kv_key_offset(f, i, d);
-        if (f->type_k == DT_KV_F16) {
-            *(uint16_t *)(void *)at = dt_f32_to_f16(fminf(fmaxf(key[d], -65504.0f), 65504.0f));
-        } else {
-            *(uint8_t *)at = (uint8_t)((int)nearbyintf(key[d] * inverse) + 128);
-        }
-    }
-}
-
 static void move_entry(const dt_kv *kv, const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t entry,
                        int32_t positions, turn *t) {
     const dt_kv_format *f = &layer->params.format;
@@ -88,10 +65,10 @@ static void move_entry(const dt_kv *kv, const dt_kv_layer_state *layer, const dt
     if (t->positions != positions) {
         turn_init(t, rope, positions);
     }
-    float key[MAX_DIM];
-    get_key(f, block, i, key);
+    float key[DT_KV_MAX_DIM];
+    dt_kv_read_key(f, block, i, key);
     turn_key(t, rope, key);
-    put_key(f, block, i, key);
+    dt_kv_write_key(f, block, i, key);
 }
 
 static int by_position(const void *a, const void *b) {

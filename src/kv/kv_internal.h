@@ -83,6 +83,16 @@ static inline int32_t dt_kv_entry_position(const dt_kv_format *f, const dt_kv_la
 static inline size_t dt_kv_lanes_bytes(const dt_kv *kv) { return (size_t)kv->n_lanes * DT_KV_LANE_BYTES; }
 static inline size_t dt_kv_layers_bytes(const dt_kv *kv) { return (size_t)kv->n_layers * sizeof *kv->layers; }
 
+#define DT_KV_MAX_DIM 1024 /* of a key or a value: what models are checked against */
+
+/* ---- entry.c: entry i of a block as floats, key[dim_k] rotated as it is stored, value[dim_v] ---- */
+
+void dt_kv_read_key(const dt_kv_format *f, void *block, int32_t i, float *key);
+void dt_kv_read_value(const dt_kv_format *f, void *block, int32_t i, float *value);
+void dt_kv_write_key(const dt_kv_format *f, void *block, int32_t i, const float *key);
+void dt_kv_write_value(const dt_kv_format *f, void *block, int32_t i, const float *value);
+float dt_kv_norm(const float *x, int32_t n);
+
 /* Blocks that a lane's arrays have room for when n are needed: n rounded up to eighths of its power of two. */
 int32_t dt_kv_capacity_blocks(int32_t n);
 /* Bytes of a lane's arrays. */

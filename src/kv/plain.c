@@ -229,25 +229,12 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
     return true;
 }
 
-/* An entry's value row in floats. */
-static void get_value(const dt_kv_format *f, void *block, int32_t entry, float *out) {
-    const char *row = in_block(f, block, DT_KV_VALUES, entry);
-    for (int32_t d = 0; d < f->dim_v; d++) {
-        out[d] = f->type_v == DT_KV_F16 ? dt_f16_to_f32(((const uint16_t *)(const void *)row)[d])
-                                        : dt_kv_v_scale(f, block)[entry] * (float)((const int8_t *)row)[d];
-    }
-}
-
 static void get_entry(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t entry, float *key, float *value) {
     const dt_kv_format *f = &kv->layers[layer].params.format;
     void *block = kv->layers[layer].lanes[lane_index].spans[entry / f->block_tokens].block;
     const int32_t i = entry % f->block_tokens;
-    for (int32_t d = 0; d < f->dim_k; d++) {
-        const char *from = (const char *)block + dt_kv_key_offset(f, i, d);
-        key[d] = f->type_k == DT_KV_F16 ? dt_f16_to_f32(*(const uint16_t *)(const void *)from)
-                                        : dt_kv_k_scale(f, block)[i] * (float)(*(const uint8_t *)from - 128);
-    }
-    get_value(f, block, i, value);
+    dt_kv_read_key(f, block, i, key);
+    dt_kv_read_value(f, block, i, value);
 }
 
 bool dt_kv_get_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t first, int32_t n, float *keys, float *values) {
@@ -266,15 +253,8 @@ void dt_kv_make_norms(dt_kv *kv, int32_t layer, int32_t lane_index) {
     const dt_kv_format *f = &kv->layers[layer].params.format;
     dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
     for (int32_t entry = 0; !f->elsewhere && entry < lane->n_entries; entry++) { /* elsewhere they are made before each round */
-        void *block = lane->spans[entry / f->block_tokens].block;
-        const int32_t i = entry % f->block_tokens;
-        const char *value = in_block(f, block, DT_KV_VALUES, i);
-        double squares = 0;
-        for (int32_t d = 0; d < f->dim_v; d++) {
-            const double x = f->type_v == DT_KV_F16 ? (double)dt_f16_to_f32(((const uint16_t *)(const void *)value)[d])
-                                                    : (double)dt_kv_v_scale(f, block)[i] * ((const int8_t *)value)[d];
-            squares += x * x;
-        }
-        lane->value_norm[entry] = (float)sqrt(squares);
+        float value[DT_KV_MAX_DIM];
+        dt_kv_read_value(f, lane->spans[entry / f->block_tokens].block, entry % f->block_tokens, value);
+        lane->value_norm[entry] = dt_kv_norm(value, f->dim_v);
     }
 }

@@ -33,51 +33,6 @@ size_t dt_kv_slots_bytes(const dt_kv_layer_params *params, int32_t n_entries) {
     return indices_bytes(n_entries) + (params->budget.memory_slots > 0 ? merging_bytes(params) + piece_bytes(&params->format) : 0);
 }
 
-/* ---- entries as numbers ---- */
-
-static void read_numbers(const dt_kv_format *f, void *block, int32_t entry, float *key, float *value) {
-    for (int32_t d = 0; d < f->dim_k; d++) {
-        const char *at = (const char *)block + dt_kv_key_offset(f, entry, d);
-        key[d] = f->type_k == DT_KV_F16 ? dt_f16_to_f32(*(const uint16_t *)(const void *)at)
-                                        : dt_kv_k_scale(f, block)[entry] * (float)(*(const uint8_t *)at - 128);
-    }
-    const char *row = (const char *)block + f->v_offset + (size_t)entry * dt_kv_value_row_bytes(f);
-    for (int32_t d = 0; d < f->dim_v; d++) {
-        value[d] = f->type_v == DT_KV_F16 ? dt_f16_to_f32(((const uint16_t *)(const void *)row)[d])
-                                          : dt_kv_v_scale(f, block)[entry] * (float)((const int8_t *)row)[d];
-    }
-}
-
-/* Means of stored numbers are within the range of stored numbers. */
-static void write_numbers(const dt_kv_format *f, void *block, int32_t entry, const float *key, const float *value) {
-    float inverse = f->type_k == DT_KV_INT8 ? dt_kv_quantizer(key, f->dim_k, &dt_kv_k_scale(f, block)[entry]) : 0;
-    for (int32_t d = 0; d < f->dim_k; d++) {
-        char *at = (char *)block + dt_kv_key_offset(f, entry, d);
-        if (f->type_k == DT_KV_F16) {
-            *(uint16_t *)(void *)at = dt_f32_to_f16(key[d]);
-        } else {
-            *(uint8_t *)at = (uint8_t)((int32_t)nearbyintf(key[d] * inverse) + 128);
-        }
-    }
-    char *row = (char *)block + f->v_offset + (size_t)entry * dt_kv_value_row_bytes(f);
-    inverse = f->type_v == DT_KV_INT8 ? dt_kv_quantizer(value, f->dim_v, &dt_kv_v_scale(f, block)[entry]) : 0;
-    for (int32_t d = 0; d < f->dim_v; d++) {
-        if (f->type_v == DT_KV_F16) {
-            ((uint16_t *)(void *)row)[d] = dt_f32_to_f16(value[d]);
-        } else {
-            ((int8_t *)row)[d] = (int8_t)nearbyintf(value[d] * inverse);
-        }
-    }
-}
-
-static float norm(const float *x, int32_t n) {
-    double squares = 0;
-    for (int32_t i = 0; i < n; i++) {
-        squares += (double)x[i] * (double)x[i];
-    }
-    return (float)sqrt(squares);
-}
-
 /* ---- slots of a lane ---- */
 
 static void *block_of(const dt_kv_layer_state *layer, const dt_kv_lane_state *lane, int32_t entry) {
@@ -90,7 +45,8 @@ static void read_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *la
     void *block = block_of(layer, lane, entry);
     const int32_t position = dt_kv_position(f, block)[entry % f->block_tokens];
     if (!f->elsewhere) {
-        read_numbers(f, block, entry % f->block_tokens, out->key, out->value);
+        dt_kv_read_key(f, block, entry % f->block_tokens, out->key);
+        dt_kv_read_value(f, block, entry % f->block_tokens, out->value);
     }
     out->position = dt_is_slot(position) ? ~position : position;
     out->bias = dt_is_slot(position) ? lane->bias[entry] : 0;
@@ -101,13 +57,14 @@ static void write_slot(const dt_kv_layer_state *layer, const dt_kv_lane_state *l
     const dt_kv_format *f = &layer->params.format;
     void *block = block_of(layer, lane, entry);
     if (!f->elsewhere) {
-        write_numbers(f, block, entry % f->block_tokens, slot->key, slot->value);
+        dt_kv_write_key(f, block, entry % f->block_tokens, slot->key);
+        dt_kv_write_value(f, block, entry % f->block_tokens, slot->value);
     }
     dt_kv_position(f, block)[entry % f->block_tokens] = ~slot->position;
     lane->bias[entry] = slot->bias;
     if (layer->has_mass) {
         lane->recent_mass[entry] = slot->mass;
-        lane->value_norm[entry] = norm(slot->value, f->dim_v);
+        lane->value_norm[entry] = dt_kv_norm(slot->value, f->dim_v);
     }
     if (layer->has_peak) {
         lane->peak_mass[entry] = 0; /* nobody scores a slot */
