@@ -8,6 +8,8 @@
 #ifndef DT_ENGINE_SESSION_FILE_H
 #define DT_ENGINE_SESSION_FILE_H
 
+#include "kv/kv.h"
+
 #include <stdint.h>
 
 #define DT_SESSION_MAGIC "DTSESS\r\n" /* 8 bytes; a transfer as text would break it */
@@ -42,6 +44,30 @@ typedef struct dt_session_lane { /* what a LANE's payload begins with; columns o
 #define DT_SESSION_LANE_BIAS 2u
 #define DT_SESSION_LANE_PEAK 4u
 #define DT_SESSION_LANE_ORIGINS 8u
+
+/* The flag that a lane with this column has; 0: every lane has it. */
+static inline uint32_t dt_session_column_flag(int column) {
+    switch (column) {
+    case DT_KV_RECENT_MASS:
+    case DT_KV_VALUE_NORM:
+        return DT_SESSION_LANE_MASS;
+    case DT_KV_PEAK_MASS:
+        return DT_SESSION_LANE_PEAK;
+    case DT_KV_BIAS:
+        return DT_SESSION_LANE_BIAS;
+    case DT_KV_ORIGINS:
+        return DT_SESSION_LANE_ORIGINS;
+    default:
+        return 0;
+    }
+}
+
+/* Flags of the columns that the layer's lanes have a use for; any of them may have biases. */
+static inline uint32_t dt_session_layer_flags(const dt_kv *kv, int32_t layer) {
+    return DT_SESSION_LANE_BIAS | (dt_kv_layer_needs_mass(kv, layer) ? DT_SESSION_LANE_MASS : 0) |
+           (dt_kv_layer_needs_peak(kv, layer) ? DT_SESSION_LANE_PEAK : 0) |
+           (dt_kv_layer(kv, layer)->keeps_origins ? DT_SESSION_LANE_ORIGINS : 0);
+}
 
 /* Loading draws all of them again, so that a file can't ask for more than a second or two of that; of a longer stream the place is not
  * kept. */

@@ -260,42 +260,16 @@ typedef struct lane_parts {
     int32_t n;
 } lane_parts;
 
-static bool is_in_file(const dt_session_lane *head, dt_kv_column column) {
-    switch (column) {
-    case DT_KV_RECENT_MASS:
-    case DT_KV_VALUE_NORM:
-        return (head->flags & DT_SESSION_LANE_MASS) != 0;
-    case DT_KV_PEAK_MASS:
-        return (head->flags & DT_SESSION_LANE_PEAK) != 0;
-    case DT_KV_BIAS:
-        return (head->flags & DT_SESSION_LANE_BIAS) != 0;
-    case DT_KV_ORIGINS:
-        return (head->flags & DT_SESSION_LANE_ORIGINS) != 0;
-    default:
-        return true;
-    }
-}
+static bool is_in_file(const dt_session_lane *head, int column) { return (dt_session_column_flag(column) & ~head->flags) == 0; }
 
 static uint64_t column_bytes(const dt_kv *kv, const lane_part *part, int column) {
     const dt_kv_format *format = &dt_kv_layer(kv, part->layer)->format;
-    return is_in_file(&part->head, (dt_kv_column)column)
-               ? (uint64_t)part->head.n_entries * dt_kv_column_bytes(format, (dt_kv_column)column)
-               : 0;
+    return is_in_file(&part->head, column) ? (uint64_t)part->head.n_entries * dt_kv_column_bytes(format, (dt_kv_column)column) : 0;
 }
 
 /* The cache may want masses that the file has not, or the other way round. */
 static bool is_wanted(const dt_kv *kv, int32_t layer, int column) {
-    switch (column) {
-    case DT_KV_RECENT_MASS:
-    case DT_KV_VALUE_NORM:
-        return dt_kv_layer_needs_mass(kv, layer);
-    case DT_KV_PEAK_MASS:
-        return dt_kv_layer_needs_peak(kv, layer);
-    case DT_KV_ORIGINS:
-        return dt_kv_layer(kv, layer)->keeps_origins;
-    default:
-        return true;
-    }
+    return (dt_session_column_flag(column) & ~dt_session_layer_flags(kv, layer)) == 0;
 }
 
 /* Finds the lane and makes room for it. Its content is still to be checked: only sizes are believed, and those fit each other. */

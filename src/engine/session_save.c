@@ -49,26 +49,17 @@ static void put_section(writer *w, const char *tag, const void *bytes, size_t n)
     end_section(w);
 }
 
-static bool has_column(const dt_kv_lane_view *view, dt_kv_column column) {
-    switch (column) {
-    case DT_KV_RECENT_MASS:
-    case DT_KV_VALUE_NORM:
-        return view->recent_mass != NULL;
-    case DT_KV_PEAK_MASS:
-        return view->peak_mass != NULL;
-    case DT_KV_ORIGINS:
-        return view->origin != NULL;
-    case DT_KV_BIAS:
-        return view->bias != NULL;
-    default:
-        return true;
-    }
+static uint32_t flags_of(const dt_kv_lane_view *view) {
+    return (view->recent_mass != NULL ? DT_SESSION_LANE_MASS : 0) | (view->peak_mass != NULL ? DT_SESSION_LANE_PEAK : 0) |
+           (view->bias != NULL ? DT_SESSION_LANE_BIAS : 0) | (view->origin != NULL ? DT_SESSION_LANE_ORIGINS : 0);
 }
+
+static bool has_column(const dt_kv_lane_view *view, int column) { return (dt_session_column_flag(column) & ~flags_of(view)) == 0; }
 
 static uint64_t lane_bytes(const dt_kv_format *format, const dt_kv_lane_view *view) {
     uint64_t bytes = sizeof(dt_session_lane);
     for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
-        bytes += has_column(view, (dt_kv_column)c) ? (uint64_t)view->n_entries * dt_kv_column_bytes(format, (dt_kv_column)c) : 0;
+        bytes += has_column(view, c) ? (uint64_t)view->n_entries * dt_kv_column_bytes(format, (dt_kv_column)c) : 0;
     }
     return bytes;
 }
@@ -77,15 +68,12 @@ static void put_lane(writer *w, const dt_kv *kv, int32_t layer, int32_t lane, vo
     const dt_kv_format *format = &dt_kv_layer(kv, layer)->format;
     dt_kv_lane_view view;
     dt_kv_lane(kv, layer, lane, &view);
-    const dt_session_lane head = {
-        .n_entries = (uint32_t)view.n_entries,
-        .flags = (view.recent_mass != NULL ? DT_SESSION_LANE_MASS : 0) | (view.peak_mass != NULL ? DT_SESSION_LANE_PEAK : 0) |
-                 (view.bias != NULL ? DT_SESSION_LANE_BIAS : 0) | (view.origin != NULL ? DT_SESSION_LANE_ORIGINS : 0)};
+    const dt_session_lane head = {.n_entries = (uint32_t)view.n_entries, .flags = flags_of(&view)};
     begin_section(w, "LANE", layer, lane, lane_bytes(format, &view));
     put(w, &head, sizeof head);
     for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
         const size_t bytes = dt_kv_column_bytes(format, (dt_kv_column)c);
-        for (int32_t i = 0; bytes > 0 && has_column(&view, (dt_kv_column)c) && i < view.n_entries; i += CHUNK_ENTRIES) {
+        for (int32_t i = 0; bytes > 0 && has_column(&view, c) && i < view.n_entries; i += CHUNK_ENTRIES) {
             const int32_t n = DT_MIN(view.n_entries - i, CHUNK_ENTRIES);
             if (w->status == DT_OK && !dt_kv_get_column(kv, layer, lane, (dt_kv_column)c, i, n, buffer)) {
                 w->status =
@@ -186,11 +174,8 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
         const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
         uint64_t entry_bytes = 0, n = (uint64_t)n_tokens;
         for (int c = 0; c < DT_KV_N_COLUMNS; c++) {
-            const bool optional = c == DT_KV_RECENT_MASS || c == DT_KV_VALUE_NORM;
-            const bool unneeded = (optional && !dt_kv_layer_needs_mass(session->kv, layer)) ||
-                                  (c == DT_KV_PEAK_MASS && !dt_kv_layer_needs_peak(session->kv, layer)) ||
-                                  (c == DT_KV_ORIGINS && !params->keeps_origins);
-            if ((c != DT_KV_BIAS || params->budget.memory_slots > 0) && !unneeded) {
+            const bool is_wanted = (dt_session_column_flag(c) & ~dt_session_layer_flags(session->kv, layer)) == 0;
+            if (is_wanted && (c != DT_KV_BIAS || params->budget.memory_slots > 0)) {
                 entry_bytes += dt_kv_column_bytes(&params->format, (dt_kv_column)c);
             }
         }

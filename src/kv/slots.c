@@ -14,7 +14,6 @@
 #include "kv/kv_internal.h"
 #include "policy/memory_slots.h"
 
-#include <math.h>
 #include <string.h>
 
 #define PIECE 256 /* entries that are read from a home at once, or written to it */
