@@ -371,7 +371,7 @@ static void test_every_flipped_byte_is_found(void **state) {
         const char flipped = (char)(d.bytes[at] ^ (1 << at % 8));
         fseek(file, (long)at, SEEK_SET);
         assert_int_equal(fwrite(&flipped, 1, 1, file), 1);
-        assert_refused(d.live, d.f, at > 8 && at < 12 ? DT_ERR_ARGUMENT : DT_ERR_FORMAT, d.f->path);
+        assert_refused(d.live, d.f, at >= 8 && at < 12 ? DT_ERR_ARGUMENT : DT_ERR_FORMAT, d.f->path);
         fseek(file, (long)at, SEEK_SET);
         assert_int_equal(fwrite(d.bytes + at, 1, 1, file), 1);
     }
