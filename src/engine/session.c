@@ -128,7 +128,8 @@ static void bound_lanes(const dt_session *s, dt_budget *budgets) {
     for (int32_t i = 0; s->params.evict == DT_EVICT_ALWAYS && i < s->model->info.n_layers; i++) {
         dt_budget *b = &budgets[i];
         const int32_t pinned = b->sink_tokens + b->recent_window;
-        if (b->policy != NULL && b->max_cache_size == INT32_MAX && n_ctx - room - b->memory_slots > DT_MAX(pinned, b->min_cache_size)) {
+        if (b->policy != NULL && b->max_cache_size == INT32_MAX &&
+            n_ctx - room - b->memory_slots > DT_MAX(pinned, b->min_cache_size)) {
             b->max_cache_size = n_ctx - room - b->memory_slots;
         }
     }
@@ -240,7 +241,7 @@ void dt_session_free(dt_session *session) {
 }
 
 dt_status dt_session_check_idle(const dt_session *session, dt_error *error) {
-    return !session->group->in_callback
+    return !dt_group_is_asking(session->group)
                ? DT_OK
                : dt_fail(error, DT_ERR_ARGUMENT,
                          "the session, or one of its group, is at work; from a token, progress or logits function sessions may be "
@@ -291,10 +292,9 @@ dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *err
 }
 
 /* A step of this session alone. *logits (may be NULL): after the last n_outputs of its tokens, the graph's. */
-static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow,
-                      const float **logits, dt_error *error) {
-    dt_part part = {
-        .session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .error = error};
+static dt_status step(dt_session *s, const int32_t *tokens, int32_t n, int32_t n_outputs, int64_t n_follow, const float **logits,
+                      dt_error *error) {
+    dt_part part = {.session = s, .tokens = tokens, .n = n, .n_outputs = n_outputs, .n_follow = n_follow, .error = error};
     dt_group_compute(s->group, &part, 1);
     if (logits) {
         *logits = part.logits;
@@ -598,9 +598,9 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
         s->progress_done += status == DT_OK ? chunk : 0;
         if (status == DT_OK && s->progress) {
             s->progress_last_us = dt_clock_us();
-            s->group->in_callback = true;
+            dt_group_begin_asking(s->group);
             const bool goes_on = s->progress(s->progress_done, s->progress_total, s->progress_user);
-            s->group->in_callback = false;
+            dt_group_end_asking(s->group);
             if (!goes_on && (size_t)s->n_tokens < n) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
@@ -728,9 +728,9 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
         const float *logits;
         status = step(s, tokens + done, chunk, chunk, 0, &logits, error);
         for (int32_t i = 0; status == DT_OK && i < chunk; i++) {
-            s->group->in_callback = true;
+            dt_group_begin_asking(s->group);
             const bool goes_on = fn(done + (size_t)i, logits + (size_t)i * n_vocab, user);
-            s->group->in_callback = false;
+            dt_group_end_asking(s->group);
             if (!goes_on) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
