@@ -38,6 +38,7 @@ typedef struct delta { /* of a choice: what came after what was taken before */
     dt_top *tops;
     size_t n_records;
     dt_finish finish;
+    bool waits; /* not all of the prompt's tokens that are asked for have their logprobs yet */
 } delta;
 
 static void free_delta(delta *d) {
@@ -54,7 +55,11 @@ static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_
         n++;
     }
     n -= n > 0 && c->ended && !end_token && records_from + n == c->n_records ? 1 : 0;
-    *out = (delta){.n_text = c->n_safe - text_from, .text_from = text_from, .n_records = n, .finish = c->finish};
+    *out = (delta){.n_text = c->n_safe - text_from,
+                   .text_from = text_from,
+                   .n_records = n,
+                   .finish = c->finish,
+                   .waits = job->score && job->n_prompt_records < job->n_tokens};
     const size_t n_top = (size_t)job->n_top;
     out->text = malloc(out->n_text + 1);
     out->records = malloc((n + 1) * sizeof *out->records);
@@ -206,43 +211,41 @@ static void add_eviction(json_t **json, const dt_request *request) {
     }
 }
 
-/* The prompt as text, for echo. */
-static char *prompt_text(const dt_api *api, const dt_job *job, size_t *out_n) {
+/* Bytes of the prompt as text. */
+static size_t prompt_length(const dt_api *api, const dt_job *job) {
     char bytes[256];
     size_t n = 0;
-    if (job->text != NULL) {
-        *out_n = job->n_text;
-        return strdup(job->text);
-    }
-    for (size_t i = 0; i < job->n_tokens; i++) {
+    for (size_t i = 0; job->text == NULL && i < job->n_tokens; i++) {
         n += bytes_of(api, job->tokens[i], bytes, sizeof bytes);
     }
-    char *text = malloc(n + 1);
-    for (size_t i = 0, at = 0; text != NULL && i < job->n_tokens; i++) {
+    return job->text != NULL ? job->n_text : n;
+}
+
+/* The prompt as text[n], for echo. */
+static void copy_prompt(const dt_api *api, const dt_job *job, char *text, size_t n) {
+    if (job->text != NULL) {
+        memcpy(text, job->text, n);
+        return;
+    }
+    for (size_t i = 0, at = 0; i < job->n_tokens; i++) {
         at += bytes_of(api, job->tokens[i], text + at, n - at);
     }
-    *out_n = n;
-    return text;
 }
 
 static json_t *completion_choice(const dt_api *api, const dt_request *request, const dt_job *job, const delta *d, int index,
                                  bool first) {
-    size_t n_echo = 0;
-    char *echo = request->echo && first ? prompt_text(api, job, &n_echo) : NULL;
+    const size_t n_prompt = request->echo ? prompt_length(api, job) : 0, n_echo = first ? n_prompt : 0;
     char *text = malloc(n_echo + d->n_text + 1);
-    if (text == NULL || (echo == NULL && n_echo > 0)) {
-        free(echo);
-        free(text);
+    if (text == NULL) {
         return NULL;
     }
     if (n_echo > 0) {
-        memcpy(text, echo, n_echo);
+        copy_prompt(api, job, text, n_echo);
     }
     memcpy(text + n_echo, d->text, d->n_text);
-    json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, request->echo && first, n_echo) : json_null();
+    json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, request->echo && first, n_prompt) : json_null();
     json_t *json = json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", text_json(text, n_echo + d->n_text), "logprobs", logprobs,
                              "finish_reason", finish_json(d->finish));
-    free(echo);
     free(text);
     return json;
 }
@@ -518,8 +521,7 @@ static void add_chat_delta(const dt_stream *stream, dt_text *out, const dt_job *
 
 static void add_completion_delta(const dt_stream *stream, dt_text *out, const dt_job *job, const delta *d, int index,
                                  progress *sent) {
-    const bool waiting = job->score && job->n_prompt_records < job->n_tokens;
-    if (d->finish == DT_FINISH_ERROR || waiting || (d->n_text == 0 && d->n_records == 0 && d->finish == DT_FINISH_NONE)) {
+    if (d->finish == DT_FINISH_ERROR || d->waits || (d->n_text == 0 && d->n_records == 0 && d->finish == DT_FINISH_NONE)) {
         return;
     }
     add_chunk(stream, out, completion_choice(stream->api, stream->request, job, d, index, !sent->begun));

@@ -105,7 +105,7 @@ void dt_conversations_free(dt_conversations *all, bool save) {
         return;
     }
     dt_conversations_stop_saver(all);
-    for (dt_conversation *c; save && all->folder != NULL && (c = dt_conversations_next_to_go(all, NULL, true)) != NULL;) {
+    for (dt_conversation *c; save && all->folder != NULL && (c = dt_conversations_next_to_go(all, true)) != NULL;) {
         dt_conversations_save(all, c);
     }
     while (all->n > 0) {
@@ -164,11 +164,11 @@ static bool goes_before(const dt_conversations *all, const dt_conversation *a, c
     return a_waits != b_waits ? b_waits : a_waits ? a->last_used > b->last_used : a->last_used < b->last_used;
 }
 
-dt_conversation *dt_conversations_next_to_go(const dt_conversations *all, const dt_conversation *except, bool unsaved_only) {
+dt_conversation *dt_conversations_next_to_go(const dt_conversations *all, bool unsaved_only) {
     dt_conversation *next = NULL;
     for (size_t i = 0; i < all->n; i++) {
         dt_conversation *c = all->list[i];
-        const bool idle = c->session != NULL && !c->in_use && !c->pinned && c != except;
+        const bool idle = c->session != NULL && !c->in_use && !c->held && !c->pinned;
         if (idle && !(unsaved_only && (c->saving || c->not_savable || dt_conversations_is_saved(c))) &&
             (next == NULL || goes_before(all, c, next))) {
             next = c;
@@ -191,10 +191,10 @@ static void put_away(dt_conversations *all, dt_conversation *c) {
 }
 
 /* Puts idle conversations away until `bytes` more stay under the ceiling. */
-static bool make_room(dt_conversations *all, uint64_t bytes, const dt_conversation *except) {
+static bool make_room(dt_conversations *all, uint64_t bytes) {
     const uint64_t ceiling = all->params.memory_bytes;
     while (promised_bytes(all) + bytes > ceiling) {
-        dt_conversation *c = dt_conversations_next_to_go(all, except, false);
+        dt_conversation *c = dt_conversations_next_to_go(all, false);
         if (c == NULL) {
             return false;
         }
@@ -229,6 +229,8 @@ static size_t usable_tokens(const dt_conversation *c, const dt_job *job, bool *o
     size_t n = c->n_computed < c->n_tokens ? c->n_computed : c->n_tokens;
     if (c->session != NULL) {
         tokens = dt_session_tokens(c->session, &n);
+    } else if (c->unreadable) {
+        n = 0;
     }
     size_t same = common_tokens(job->tokens, job->n_tokens, tokens, n);
     *out_all = same == n && same < job->n_tokens;
@@ -283,9 +285,10 @@ static dt_status refuse_size(const dt_conversations *all, uint64_t bytes, const 
                                  dt_size_text_of(all->params.memory_bytes).text);
 }
 
-/* Checks the prompt's length and finds room. *out_fits false: not now. */
-static dt_status promise(dt_conversations *all, const dt_job *job, const dt_session *session, const dt_conversation *except,
-                         uint64_t own, uint64_t *out_bytes, bool *out_fits, dt_error *error) {
+/* Checks that the job fits alone, and finds room. own: bytes of it that are allocated already. *out_fits false: not beside what is
+ * in memory. */
+static dt_status promise(dt_conversations *all, const dt_job *job, const dt_session *session, uint64_t own, uint64_t *out_bytes,
+                         bool *out_fits, dt_error *error) {
     dt_session_stats stats;
     dt_session_get_stats(session, &stats);
     if (job->n_tokens > (size_t)stats.n_ctx) {
@@ -299,8 +302,8 @@ static dt_status promise(dt_conversations *all, const dt_job *job, const dt_sess
         return refuse_size(all, total, job, error);
     }
     *out_bytes = total;
-    *out_fits = make_room(all, total > own ? total - own : 0, except);
-    return *out_fits || any_in_use(all) ? DT_OK : refuse_size(all, total, job, error);
+    *out_fits = make_room(all, total > own ? total - own : 0);
+    return DT_OK;
 }
 
 static void drop(dt_conversations *all, dt_conversation *c) {
@@ -334,7 +337,7 @@ static dt_status extend(dt_conversations *all, dt_conversation *c, const dt_job 
                         dt_error *error) {
     uint64_t bytes = 0;
     bool fits = false;
-    dt_status status = promise(all, job, c->session, c, own_bytes(c->session, c->shares, c->key[0] != 0), &bytes, &fits, error);
+    dt_status status = promise(all, job, c->session, own_bytes(c->session, c->shares, c->key[0] != 0), &bytes, &fits, error);
     if (status != DT_OK || !fits) {
         return status;
     }
@@ -360,39 +363,45 @@ static dt_conversation *entry_for(dt_conversations *all, dt_conversation *source
     return c;
 }
 
+/* Puts what the source's file holds into the session. *out_source: NULL where that can't be used, and the session begins anew. The
+ * file goes only where it is damaged: under other settings, or when more files may be open, it is as good as before. */
+static dt_status load_source(dt_conversations *all, dt_conversation *source, dt_session *session, dt_conversation **out_source,
+                             dt_error *error) {
+    const dt_status status = dt_conversations_load(all, source, session, error);
+    *out_source = status == DT_OK ? source : NULL;
+    if (status == DT_ERR_MEMORY) {
+        return any_in_use(all) ? status : DT_OK;
+    }
+    if (status == DT_ERR_FORMAT) {
+        dt_report(DT_LOG_WARN, "a conversation on disk can't be used and is dropped: %s", error->message);
+        dt_conversations_delete_files(all, source);
+        dt_conversations_remove(all, source);
+    } else if (status != DT_OK) {
+        dt_report(DT_LOG_WARN, "a conversation on disk can't be read, and is left alone until the next start: %s", error->message);
+        source->unreadable = true;
+    }
+    return DT_OK;
+}
+
 /* A session of its own: forked from source, loaded from its file, or new. */
 static dt_status branch(dt_conversations *all, dt_conversation *source, bool whole, const dt_job *job, dt_conversation **out,
                         dt_sync_result *result, dt_error *error) {
     dt_session *session = NULL;
-    dt_error why;
     uint64_t bytes = 0;
     bool fits = false;
-    const bool load = source != NULL && source->session == NULL;
+    const bool load = source != NULL && source->session == NULL, fork = source != NULL && !load;
     dt_status status = own_session(all, job, source, &session, error);
     if (status == DT_OK) {
-        status = promise(all, job, session, source, 0, &bytes, &fits, error);
+        status = promise(all, job, session, fork ? 0 : session_bytes(session), &bytes, &fits, error);
+    }
+    if (status == DT_OK && fits && load) { /* the file may hold more than the job will; where that finds no room it goes without */
+        const uint64_t saved = dt_session_kv_bound(session, (int64_t)source->n_computed);
+        (void)make_room(all, saved > bytes ? saved : bytes);
+        status = load_source(all, source, session, &source, error);
     }
     if (status != DT_OK || !fits) {
         dt_session_free(session);
         return status;
-    }
-    if (load) { /* the file may hold more than the job will; where that finds no room it goes without */
-        const uint64_t saved = dt_session_kv_bound(session, (int64_t)source->n_computed);
-        (void)make_room(all, saved > bytes ? saved : bytes, source);
-    }
-    const dt_status loaded = load ? dt_conversations_load(all, source, session, &why) : DT_OK;
-    if (loaded == DT_ERR_MEMORY && any_in_use(all)) {
-        dt_session_free(session);
-        *error = why;
-        return loaded;
-    }
-    if (loaded == DT_ERR_MEMORY) {
-        source = NULL; /* the file is as good as before */
-    } else if (loaded != DT_OK) {
-        dt_report(DT_LOG_WARN, "a conversation on disk can't be used and is dropped: %s", why.message);
-        dt_conversations_delete_files(all, source);
-        dt_conversations_remove(all, source);
-        source = NULL;
     }
     dt_conversation *c = entry_for(all, source, load && source != NULL, whole, job);
     if (c == NULL) {
@@ -401,37 +410,68 @@ static dt_status branch(dt_conversations *all, dt_conversation *source, bool who
     }
     c->session = session;
     c->n_rounds = 0; /* this session's */
-    c->shares = source != NULL && !load;
-    if (c->shares) {
+    c->shares = fork;
+    if (fork) {
         source->shares = true;
     }
-    *(source == NULL ? &all->stats.n_new : load ? &all->stats.n_loaded : &all->stats.n_forked) += 1;
+    int64_t *counter = source == NULL ? &all->stats.n_new : load ? &all->stats.n_loaded : &all->stats.n_forked;
     status = begin_use(all, c, job, bytes, result, error);
     if (status != DT_OK) {
         drop(all, c);
         return status;
     }
+    *counter += 1;
     *out = c;
     return DT_OK;
 }
 
-dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_conversation **out, dt_sync_result *result,
-                                dt_error *error) {
-    *out = NULL;
+/* One try: NULL in *out with DT_OK or DT_ERR_MEMORY where there is no room beside what is in memory. The conversation that the job
+ * continues stays held. */
+static dt_status try_to_take(dt_conversations *all, const dt_job *job, dt_conversation **out, dt_sync_result *result,
+                             dt_error *error) {
     bool whole = false;
-    pthread_mutex_lock(&all->lock);
     dt_conversation *best = job->score ? NULL : find_best(all, job, &whole); /* scoring needs logits after every token */
     if (best != NULL) {
         best->held = true; /* making room may drop entries, and while the saver is waited for others may too */
         dt_conversations_wait_saved(all, best);
     }
     const bool in_place = best != NULL && whole && best->session != NULL && !best->in_use && !best->pinned;
-    dt_status status = in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
-    if (status == DT_ERR_MEMORY && any_in_use(all)) {
-        status = DT_OK; /* not now: when another has ended there is room */
-    }
+    return in_place ? extend(all, best, job, out, result, error) : branch(all, best, whole, job, out, result, error);
+}
+
+static void release_held(dt_conversations *all) {
     for (size_t i = 0; i < all->n; i++) {
         all->list[i]->held = false;
+    }
+}
+
+/* After a try that found no room. What the job continues, and what is pinned, goes only when nothing runs whose end could be waited
+ * for: a job that fits alone is never refused. False: nothing can go. */
+static bool put_one_away(dt_conversations *all) {
+    dt_conversation *c = dt_conversations_next_to_go(all, false);
+    if (c == NULL && !any_in_use(all)) {
+        release_held(all);
+        for (size_t i = 0; c == NULL && i < all->n; i++) {
+            c = all->list[i]->session != NULL ? all->list[i] : NULL;
+        }
+    }
+    if (c != NULL) {
+        put_away(all, c);
+    }
+    return c != NULL;
+}
+
+dt_status dt_conversations_take(dt_conversations *all, const dt_job *job, dt_conversation **out, dt_sync_result *result,
+                                dt_error *error) {
+    dt_status status;
+    *out = NULL;
+    pthread_mutex_lock(&all->lock);
+    do {
+        status = try_to_take(all, job, out, result, error);
+    } while (*out == NULL && (status == DT_OK || status == DT_ERR_MEMORY) && put_one_away(all));
+    release_held(all);
+    if (*out == NULL && (status == DT_OK || status == DT_ERR_MEMORY)) { /* when another has ended there is room */
+        status = any_in_use(all) ? DT_OK : no_memory(error);
     }
     pthread_mutex_unlock(&all->lock);
     return status;
@@ -522,7 +562,7 @@ static void limit_idle(dt_conversations *all) {
         n += all->list[i]->session != NULL && !all->list[i]->in_use ? 1 : 0;
     }
     for (; n > all->params.n_idle_max; n--) {
-        dt_conversation *oldest = dt_conversations_next_to_go(all, NULL, false);
+        dt_conversation *oldest = dt_conversations_next_to_go(all, false);
         if (oldest == NULL) {
             break;
         }
@@ -552,6 +592,7 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
         if (job->text == NULL) { /* the session's own tokens serve; the text of an earlier request doesn't fit them any more */
             free(c->text);
             c->text = NULL;
+            c->n_text = c->n_prompt_text = c->n_anchors = 0;
         }
         c->kv_bytes = session_bytes(c->session);
         c->promised_bytes = 0;
@@ -568,7 +609,7 @@ void dt_conversations_keep(dt_conversations *all, dt_conversation *conversation,
 
 bool dt_conversations_give_room(dt_conversations *all) {
     pthread_mutex_lock(&all->lock);
-    dt_conversation *oldest = dt_conversations_next_to_go(all, NULL, false);
+    dt_conversation *oldest = dt_conversations_next_to_go(all, false);
     if (oldest != NULL) {
         put_away(all, oldest);
     }

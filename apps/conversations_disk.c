@@ -3,10 +3,11 @@
  * it by text and by tokens without reading the cache.
  *
  * Invariants: the session file is written first and whole, then the index, so an index may be of an earlier turn than its session;
- * what is loaded is compared with its index, and what doesn't fit is dropped. Only files named as below are touched. One process
- * uses a folder at a time. The files can be read by their owner only.
+ * what is loaded is compared with its index, and what is damaged is dropped; what another version or other settings left stays, as
+ * long as the folder keeps its limit. Only files named as below are touched. One process uses a folder at a time. The files can be
+ * read by their owner only.
  */
-#define _DEFAULT_SOURCE /* flock, strdup */
+#define _DEFAULT_SOURCE /* flock, strdup, times of files */
 #include "conversations_internal.h"
 #include "file_lock.h"
 #include "json_parts.h"
@@ -28,9 +29,23 @@
 #define INDEX_BYTES_MAX ((off_t)32 << 20) /* read as a whole; a conversation of more text stays in memory only */
 #define SAVE_MIN_TOKENS 32                /* computing fewer again costs less than their file */
 
+#define NAME_FORMAT "conversation-%016llx%s" /* id, ending */
+
 static bool path_of(const dt_conversations *all, uint64_t id, const char *ending, char out[PATH_BYTES]) {
-    const int n = snprintf(out, PATH_BYTES, "%s/conversation-%016llx%s", all->folder, (unsigned long long)id, ending);
+    const int n = snprintf(out, PATH_BYTES, "%s/" NAME_FORMAT, all->folder, (unsigned long long)id, ending);
     return n > 0 && n < PATH_BYTES;
+}
+
+/* Whether path_of gives this name with that ending, to *out_id. */
+static bool is_named(const char *name, const char *ending, uint64_t *out_id) {
+    char own[64];
+    unsigned long long id = 0;
+    if (sscanf(name, "conversation-%16llx", &id) != 1) {
+        return false;
+    }
+    snprintf(own, sizeof own, NAME_FORMAT, id, ending);
+    *out_id = id;
+    return strcmp(name, own) == 0;
 }
 
 void dt_conversations_delete_files(dt_conversations *all, dt_conversation *c) {
@@ -58,14 +73,16 @@ static json_t *numbers(const int32_t *tokens, size_t n) {
     return array;
 }
 
+static const char *kv_type_of(const dt_conversations *all) { return all->params.session.kv_type == DT_KV_F16 ? "f16" : "int8"; }
+
 static json_t *index_of(const dt_conversations *all, const dt_conversation *c) {
     json_t *anchors = json_array();
     for (size_t i = 0; i < c->n_anchors; i++) {
         dt_json_append(&anchors, json_pack("[I,I]", (json_int_t)c->anchors[i].n_text, (json_int_t)c->anchors[i].n_tokens));
     }
-    json_t *index = json_pack("{s:i,s:s,s:s,s:I,s:I,s:o,s:o}", "version", INDEX_VERSION, "model", all->identity, "eviction", c->key,
-                              "computed", (json_int_t)c->n_computed, "whole_from", (json_int_t)c->whole_from, "anchors", anchors,
-                              "tokens", numbers(c->tokens, c->n_tokens));
+    json_t *index = json_pack("{s:i,s:s,s:s,s:s,s:I,s:I,s:o,s:o}", "version", INDEX_VERSION, "model", all->identity, "kv_type",
+                              kv_type_of(all), "eviction", c->key, "computed", (json_int_t)c->n_computed, "whole_from",
+                              (json_int_t)c->whole_from, "anchors", anchors, "tokens", numbers(c->tokens, c->n_tokens));
     if (index != NULL && c->text != NULL) {
         dt_json_set(&index, "prompt", json_stringn(c->text, c->n_prompt_text));
         dt_json_set(&index, "reply", json_stringn(c->text + c->n_prompt_text, c->n_text - c->n_prompt_text));
@@ -157,19 +174,29 @@ static json_t *load_index(const char *path) {
     return index;
 }
 
-/* One index; a file that isn't ours or no longer fits is left alone. */
+static int64_t written_ns(const struct stat *info) {
+#ifdef __APPLE__
+    const struct timespec when = info->st_mtimespec;
+#else
+    const struct timespec when = info->st_mtim;
+#endif
+    return (int64_t)when.tv_sec * 1000000000 + when.tv_nsec;
+}
+
+/* One index; a file that isn't ours or no longer fits is left alone. last_used: when the session was written, for now. */
 static void read_index(dt_conversations *all, uint64_t id) {
     char path[PATH_BYTES];
     struct stat info;
     json_t *index = path_of(all, id, ".json", path) ? load_index(path) : NULL;
     const char *identity = json_string_value(json_object_get(index, "model"));
     const char *key = json_string_value(json_object_get(index, "eviction"));
+    const char *kv_type = json_string_value(json_object_get(index, "kv_type"));
     const int64_t computed = small_number(json_object_get(index, "computed"));
     const int64_t whole_from = small_number(json_object_get(index, "whole_from"));
     const bool ours = identity != NULL && key != NULL && strcmp(identity, all->identity) == 0 && computed > 0 && whole_from >= 0 &&
                       small_number(json_object_get(index, "version")) == INDEX_VERSION;
     dt_conversation *c = NULL;
-    if (ours && path_of(all, id, ".session", path) && stat(path, &info) == 0) {
+    if (ours && path_of(all, id, ".session", path) && stat(path, &info) == 0 && S_ISREG(info.st_mode)) {
         c = dt_conversations_add(all, key);
     }
     if (c != NULL) {
@@ -177,6 +204,8 @@ static void read_index(dt_conversations *all, uint64_t id) {
         c->n_computed = c->n_saved = (size_t)computed;
         c->whole_from = (size_t)whole_from;
         c->file_bytes = (uint64_t)info.st_size;
+        c->last_used = written_ns(&info);
+        c->unreadable = (kv_type != NULL && strcmp(kv_type, kv_type_of(all)) != 0) || dt_session_file_tokens(path) == 0;
         if (!read_tokens(all, c, json_object_get(index, "tokens")) ||
             !read_texts(c, json_object_get(index, "prompt"), json_object_get(index, "reply")) ||
             !read_anchors(c, json_object_get(index, "anchors"))) {
@@ -221,6 +250,53 @@ static bool ends_in(const char *name, const char *ending) {
     return n >= n_ending && strcmp(name + n - n_ending, ending) == 0;
 }
 
+static int by_last_use(const void *a, const void *b) {
+    const int64_t x = (*(dt_conversation *const *)a)->last_used, y = (*(dt_conversation *const *)b)->last_used;
+    return x < y ? -1 : x > y;
+}
+
+/* What the folder holds. A session without an index is what a kill between writing the two, or deleting them, leaves: nobody finds it
+ * again. */
+static void list_folder(dt_conversations *all, DIR *folder) {
+    char path[PATH_BYTES];
+    for (const struct dirent *entry; (entry = readdir(folder)) != NULL;) {
+        const char *name = entry->d_name;
+        uint64_t id = 0;
+        if (is_named(name, ".json", &id)) {
+            read_index(all, id);
+        }
+        unsigned long long begins = 0;
+        if (sscanf(name, "conversation-%16llx", &begins) != 1) {
+            continue; /* others are left alone */
+        }
+        if (ends_in(name, ".part") || ends_in(name, ".tmp") ||
+            (is_named(name, ".session", &id) && path_of(all, id, ".json", path) && access(path, F_OK) != 0 && errno == ENOENT)) {
+            unlinkat(dirfd(folder), name, 0); /* in the making when a server was killed: the folder is ours alone */
+        } else {
+            all->next_id = begins >= all->next_id ? begins + 1 : all->next_id; /* not overwritten */
+        }
+    }
+}
+
+/* Those that were found, in the order of their use, and a word on those that can't be gone on with. */
+static void sort_found(dt_conversations *all) {
+    int64_t n_unreadable = 0;
+    if (all->n > 1) {
+        qsort(all->list, all->n, sizeof(dt_conversation *), by_last_use);
+    }
+    for (size_t i = 0; i < all->n; i++) {
+        all->list[i]->last_used = ++all->clock;
+        n_unreadable += all->list[i]->unreadable ? 1 : 0;
+    }
+    if (n_unreadable > 0) {
+        dt_report(
+            DT_LOG_WARN,
+            "%lld conversations in %s are of another version or --kv-type, or damaged; they stay while --disk-memory has room, "
+            "but can't be gone on with",
+            (long long)n_unreadable, all->folder);
+    }
+}
+
 dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
     const char *name = all->params.folder;
     char path[PATH_BYTES];
@@ -246,24 +322,11 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
     dt_file_lock_sign(all->folder_lock);
     all->next_id = 1;
     DIR *folder = opendir(name);
-    for (const struct dirent *entry; folder != NULL && (entry = readdir(folder)) != NULL;) {
-        unsigned long long id = 0;
-        int end = 0;
-        if (sscanf(entry->d_name, "conversation-%16llx.json%n", &id, &end) == 1 && end > 0 && entry->d_name[end] == 0) {
-            read_index(all, id);
-        }
-        if (sscanf(entry->d_name, "conversation-%16llx", &id) == 1 &&
-            (ends_in(entry->d_name, ".part") || ends_in(entry->d_name, ".tmp"))) {
-            unlinkat(dirfd(folder), entry->d_name, 0); /* in the making when a server was killed: the folder is ours alone */
-            continue;
-        }
-        if (sscanf(entry->d_name, "conversation-%16llx", &id) == 1) { /* others are left alone, and not overwritten */
-            all->next_id = id >= all->next_id ? id + 1 : all->next_id;
-        }
-    }
     if (folder != NULL) {
+        list_folder(all, folder);
         closedir(folder);
     }
+    sort_found(all);
     limit_folder(all, NULL, 0);
     return DT_OK;
 }
@@ -361,7 +424,7 @@ static void *save_ahead(void *user) {
     dt_conversations *all = user;
     pthread_mutex_lock(&all->lock);
     while (!all->saver_stops) {
-        dt_conversation *c = has_room_at_once(all) ? NULL : dt_conversations_next_to_go(all, NULL, true);
+        dt_conversation *c = has_room_at_once(all) ? NULL : dt_conversations_next_to_go(all, true);
         if (c == NULL) {
             pthread_cond_wait(&all->saver_news, &all->lock);
         } else if (begin_save(all, c)) {
@@ -401,6 +464,9 @@ dt_status dt_conversations_load(dt_conversations *all, dt_conversation *c, dt_se
         return dt_conversations_fail(error, DT_ERR_IO, "its path is too long");
     }
     const dt_status status = dt_session_load(session, NULL, path, error);
+    if (status == DT_ERR_IO && access(path, F_OK) != 0 && errno == ENOENT) {
+        return error->code = DT_ERR_FORMAT; /* somebody deleted it: its index is of no use */
+    }
     if (status != DT_OK) {
         return status;
     }

@@ -24,6 +24,7 @@ struct dt_conversation {
     bool in_use, pinned;
     bool awaited;     /* since last_used a request waits that continues it */
     bool held;        /* what is going on needs the entry: it stays, and so do its files */
+    bool unreadable;  /* its file is there, but is none for these settings, or couldn't be read: it stays and is not tried again */
     bool saving;      /* the thread that writes ahead reads its session and its texts: nobody else touches them or its files */
     bool not_savable; /* its file couldn't be written as it is now; not tried again ahead of need */
     bool shares;      /* blocks with another session: what is written into those is copied first */
@@ -58,9 +59,9 @@ dt_status dt_conversations_fail(dt_error *error, dt_status code, const char *for
 dt_conversation *dt_conversations_add(dt_conversations *all, const char *key);
 /* Frees the session and the entry, its files excepted. */
 void dt_conversations_remove(dt_conversations *all, dt_conversation *c);
-/* The idle conversation in memory that leaves it next, `except` left out, or NULL. unsaved_only: of those whose file lacks something
- * and can be written. */
-dt_conversation *dt_conversations_next_to_go(const dt_conversations *all, const dt_conversation *except, bool unsaved_only);
+/* The idle conversation in memory that leaves it next, or NULL; those that are held or pinned stay. unsaved_only: of those whose file
+ * lacks something and can be written. */
+dt_conversation *dt_conversations_next_to_go(const dt_conversations *all, bool unsaved_only);
 
 /* ---- conversations_disk.c ---- */
 /* Creates and locks the folder, and lists what lies there. */

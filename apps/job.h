@@ -70,7 +70,7 @@ typedef struct dt_job {
     bool score; /* logprobs of the prompt as well */
     bool tlc;
     bool keep;                /* the conversation may go on: keep its cache */
-    bool pin;                 /* others will begin with this prompt: never extend or drop its cache */
+    bool pin;                 /* others will begin with this prompt: its cache is never extended, and the last to leave memory */
     void (*wake)(void *user); /* something came of it; called by the scheduler's thread, must not take the lock */
     void *wake_user;
 
@@ -81,7 +81,7 @@ typedef struct dt_job {
     dt_record *prompt_records;
     dt_top *prompt_tops; /* [n_tokens][n_top] */
     size_t n_prompt_records;
-    int64_t reused_tokens, read_tokens, evicted_tokens;
+    int64_t reused_tokens, evicted_tokens;
     char *tlc_json; /* the newest */
     int64_t n_tlc;
 

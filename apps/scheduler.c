@@ -22,12 +22,15 @@ static void push_front(dt_scheduler *s, dt_job *job) {
     s->first = job;
     s->last = s->last == NULL ? job : s->last;
     s->stats.n_waiting++;
+    s->stats.n_running -= job->n_choices;
     pthread_mutex_unlock(&s->lock);
 }
 
+/* The job counts as running from here on, so that stopping gives one that has just begun its time; what hasn't begun by then is not
+ * begun. */
 static dt_job *pop(dt_scheduler *s) {
     pthread_mutex_lock(&s->lock);
-    dt_job *job = s->first;
+    dt_job *job = s->stopping ? NULL : s->first;
     if (job != NULL && !atomic_load(&job->cancelled) && s->n_active + job->n_choices > s->params.n_parallel) {
         job = NULL;
     }
@@ -35,6 +38,7 @@ static dt_job *pop(dt_scheduler *s) {
         s->first = job->next;
         s->last = s->first == NULL ? NULL : s->last;
         s->stats.n_waiting--;
+        s->stats.n_running += job->n_choices;
     }
     pthread_mutex_unlock(&s->lock);
     return job;
@@ -91,7 +95,7 @@ static dt_status start(dt_scheduler *s, dt_job *job, bool *out_started, dt_error
     pthread_mutex_unlock(&s->lock);
     pthread_mutex_lock(&job->lock);
     job->state = DT_JOB_RUNNING;
-    job->reused_tokens = job->read_tokens = reused.reused_tokens;
+    job->reused_tokens = reused.reused_tokens;
     pthread_mutex_unlock(&job->lock);
     if (job->wake != NULL) {
         job->wake(job->wake_user);
@@ -251,6 +255,7 @@ static void end_waiting(dt_scheduler *s, bool all) {
         }
     }
     pthread_mutex_unlock(&s->lock);
+    s->blocked = s->blocked && ended == NULL; /* it may have been the one that needs the memory */
     while (ended != NULL) {
         dt_job *next = ended->next;
         dt_sequence_job_is_over(s, ended, all ? &stopping : &cancelled);

@@ -211,7 +211,11 @@ void dt_sequence_after_step(dt_scheduler *s, dt_sequence *q, double seconds) {
     send_tlc(s, q, reading ? "prefill" : "decode", q->last_tlc_us == 0);
     if (!reading && job->max_tokens == 0) {
         for (int32_t i = 0; i < s->n_active; i++) {
-            s->active[i].over = s->active[i].over || (s->active[i].job == job && s->active[i].follows);
+            dt_sequence *other = &s->active[i];
+            if (other->job == job && other->follows) {
+                dt_job_finish_choice(job, other->choice, DT_FINISH_LENGTH);
+                other->over = true;
+            }
         }
         dt_job_finish_choice(job, q->choice, DT_FINISH_LENGTH);
     } else if (!reading) {
@@ -224,11 +228,6 @@ void dt_sequence_after_step(dt_scheduler *s, dt_sequence *q, double seconds) {
     if (status != DT_OK) {
         dt_sequence_fail_job(s, job, &error);
         return;
-    }
-    if (reading) {
-        pthread_mutex_lock(&job->lock);
-        job->read_tokens = (int64_t)q->n_read;
-        pthread_mutex_unlock(&job->lock);
     }
     for (int32_t i = 0; first && i < s->n_active; i++) { /* forks may have ended with their first token */
         dt_sequence *other = &s->active[i];

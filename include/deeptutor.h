@@ -357,7 +357,9 @@ typedef struct dt_step {
     dt_error error;        /* out: code DT_OK, or why this step failed; what the session holds, dt_session_tokens tells then */
 } dt_step;
 
-/* params may be NULL. A group and its sessions are used by one thread at a time; sessions are freed before their group. */
+/* params may be NULL. A group and its sessions are used by one thread at a time; sessions are freed before their group. Only
+ * dt_session_save may run in another thread beside a step or a call on another session of the group, where the model is on the CPU:
+ * of a session that is in none and that nobody else uses, forks or frees meanwhile. */
 dt_status dt_group_new(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error);
 void dt_group_free(dt_group *group);
 void dt_group_get_stats(const dt_group *group, dt_group_stats *out);

@@ -7,6 +7,7 @@
 #include "support/compare.h"
 #include "support/fixture.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -64,6 +65,13 @@ static void try_all(caller *c) {
     }
 }
 
+/* Another thread is in no function of the caller's, and the sibling in no step. */
+static void *save_sibling(void *user) {
+    const caller *c = user;
+    dt_error error = {0};
+    return dt_session_save(c->sibling, NULL, c->path, &error) == DT_OK ? user : NULL;
+}
+
 static bool on_token(int32_t token, void *user) {
     (void)token;
     try_all(user);
@@ -79,8 +87,14 @@ static bool on_progress(int64_t done, int64_t total, void *user) {
 
 static bool on_logits(size_t i, const float *logits, void *user) {
     caller *c = user;
-    (void)i;
+    pthread_t saver;
     try_all(c);
+    if (i == 0) {
+        assert_int_equal(pthread_create(&saver, NULL, save_sibling, c), 0);
+        void *saved = NULL;
+        assert_int_equal(pthread_join(saver, &saved), 0);
+        assert_non_null(saved);
+    }
     return all_finite(logits, c->f->n_vocab);
 }
 

@@ -159,6 +159,25 @@ def test_echo(server):
             assert abs(a - b) < 1e-3
 
 
+def test_streamed_echo(server):
+    """The pieces' logprobs and offsets, put together, are those that come at once."""
+    for prompt in ("Seven wizards", [5, 6, 7, 8]):
+        body = dict(prompt=prompt, max_tokens=6, echo=True, logprobs=1)
+        whole = server.complete(**body)["choices"][0]
+        pieces = [piece["choices"][0] for piece in server.stream("/v1/completions", **body)]
+        assert "".join(piece["text"] for piece in pieces) == whole["text"]
+        for name in ("tokens", "text_offset"):
+            assert sum((piece["logprobs"][name] for piece in pieces), []) == whole["logprobs"][name], name
+
+
+def test_no_tokens_of_several_replies(server):
+    body = dict(prompt="Seven wizards", max_tokens=0, n=3)
+    whole = server.complete(**body)["choices"]
+    pieces = [piece["choices"][0] for piece in server.stream("/v1/completions", **body)]
+    for choices in (whole, pieces):
+        assert sorted((c["index"], c["text"], c["finish_reason"]) for c in choices) == [(i, "", "length") for i in range(3)]
+
+
 def test_json_schema(server):
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
     answer = server.chat(user("Give me JSON"), max_tokens=60, ignore_eos=False,
@@ -679,6 +698,23 @@ def test_stop(model, tmp_path):
     assert b" 200 OK" in data and b'"completion_tokens":600' in data
     assert server.process.wait(timeout=60) == 0
     assert len([f for f in os.listdir(tmp_path / "s") if f.endswith(".session")]) >= 1
+
+
+def test_stop_in_a_first_step(tmp_path):
+    """What an idle server has just begun has its time too: a prompt that is read in one long step."""
+    model = make_tiny(str(tmp_path / "slow.gguf"), "--layers", "4")
+    server = Server(model, *FLAGS, "-b", "1024", log=str(tmp_path / "log"))
+    running = server.send({"prompt": [5 + i % 11 for i in range(1000)], "max_tokens": 2})
+    until = time.monotonic() + 30
+    while server.metrics()["deeptutor_prompt_tokens_total"] == 0 and time.monotonic() < until:
+        time.sleep(0.002)
+    assert server.metrics()["deeptutor_steps_total"] == 0  # else the test shows nothing
+    server.process.send_signal(signal.SIGTERM)
+    data = b""
+    while piece := running.recv(1 << 16):
+        data += piece
+    assert b" 200 OK" in data and b'"completion_tokens":2' in data, data
+    assert server.process.wait(timeout=60) == 0
 
 
 def test_stop_lets_answers_go(model, tmp_path):

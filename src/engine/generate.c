@@ -42,9 +42,9 @@ static dt_status take(generation *g, const float *logits) {
     g->result->n_tokens++;
     bool goes_on = true;
     if (g->on_token) {
-        g->session->group->in_callback = true;
+        dt_group_begin_asking(g->session->group);
         goes_on = g->on_token(g->token, g->user);
-        g->session->group->in_callback = false;
+        dt_group_end_asking(g->session->group);
     }
     if (!goes_on) {
         g->result->why = DT_STOP_CALLER;

@@ -18,6 +18,17 @@
 
 /* ---- life ---- */
 
+static const void *this_thread(void) {
+    static _Thread_local char mark; /* one per thread: its address tells them apart */
+    return &mark;
+}
+
+void dt_group_begin_asking(dt_group *group) { atomic_store(&group->asking, this_thread()); }
+
+void dt_group_end_asking(dt_group *group) { atomic_store(&group->asking, NULL); }
+
+bool dt_group_is_asking(const dt_group *group) { return atomic_load(&group->asking) == this_thread(); }
+
 static bool should_abort(void *user) {
     dt_group *group = user;
     dt_session *s = group->syncing;
@@ -29,9 +40,9 @@ static bool should_abort(void *user) {
         return false;
     }
     s->progress_last_us = now;
-    group->in_callback = true;
+    dt_group_begin_asking(group);
     const bool wanted = s->progress(s->progress_done, s->progress_total, s->progress_user);
-    group->in_callback = false;
+    dt_group_end_asking(group);
     return !wanted;
 }
 

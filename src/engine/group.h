@@ -32,16 +32,23 @@ struct dt_group {
     dt_memory kv_memory; /* counts the caches of all sessions of a shared group */
     dt_memory memory;    /* the graph's and that of the arrays below */
     dt_graph *graph;
-    bool in_callback;       /* a function of the caller's is asked: what is being computed must not be disturbed */
-    dt_session *syncing;    /* whose progress function is asked while the graph computes; NULL = none */
-    dt_part *parts;         /* [capacity] of dt_group_step */
-    dt_sequence *sequences; /* [capacity] of the batch being computed */
-    int32_t *part_of;       /* [capacity] whose parts they are */
+    _Atomic(const void *) asking; /* the thread that is in a function of the caller's; NULL = none */
+    dt_session *syncing;          /* whose progress function is asked while the graph computes; NULL = none */
+    dt_part *parts;               /* [capacity] of dt_group_step */
+    dt_sequence *sequences;       /* [capacity] of the batch being computed */
+    int32_t *part_of;             /* [capacity] whose parts they are */
     size_t capacity;
     int32_t n_sessions;
     int64_t n_steps, n_tokens; /* computed */
     int64_t n_calls;           /* of dt_group_step */
 };
+
+/* Around each call of a function of the caller's: what is being computed must not be disturbed from there. Of other threads nothing
+ * is known: one may be saving a session that is in no step. */
+void dt_group_begin_asking(dt_group *group);
+void dt_group_end_asking(dt_group *group);
+/* Whether this thread is in one of those calls. */
+bool dt_group_is_asking(const dt_group *group);
 
 /* A group for one session alone, with params' threads and kernel. */
 dt_status dt_group_new_private(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error);

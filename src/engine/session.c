@@ -252,7 +252,7 @@ void dt_session_free(dt_session *session) {
 }
 
 dt_status dt_session_check_idle(const dt_session *session, dt_error *error) {
-    return !session->group->in_callback
+    return !dt_group_is_asking(session->group)
                ? DT_OK
                : dt_fail(error, DT_ERR_ARGUMENT,
                          "the session, or one of its group, is at work; from a token, progress or logits function sessions may be "
@@ -611,9 +611,9 @@ static dt_status prefill(dt_session *s, const int32_t *tokens, size_t n, dt_erro
         s->progress_done += status == DT_OK ? chunk : 0;
         if (status == DT_OK && s->progress) {
             s->progress_last_us = dt_clock_us();
-            s->group->in_callback = true;
+            dt_group_begin_asking(s->group);
             const bool goes_on = s->progress(s->progress_done, s->progress_total, s->progress_user);
-            s->group->in_callback = false;
+            dt_group_end_asking(s->group);
             if (!goes_on && (size_t)s->n_tokens < n) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
@@ -741,9 +741,9 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
         const float *logits;
         status = step(s, tokens + done, chunk, chunk, 0, &logits, error);
         for (int32_t i = 0; status == DT_OK && i < chunk; i++) {
-            s->group->in_callback = true;
+            dt_group_begin_asking(s->group);
             const bool goes_on = fn(done + (size_t)i, logits + (size_t)i * n_vocab, user);
-            s->group->in_callback = false;
+            dt_group_end_asking(s->group);
             if (!goes_on) {
                 status = dt_fail(error, DT_ERR_CANCELLED, "cancelled");
             }
