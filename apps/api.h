@@ -15,7 +15,7 @@
 typedef struct dt_api { /* what there is to serve; not changed while it is served */
     const dt_model *model;
     dt_scheduler *scheduler;
-    const char *name; /* of the model, in answers */
+    const char *name; /* of the model, in answers; UTF-8, which a file's name need not be */
     const char *path;
     const char *chat_template; /* NULL: the model's own */
     dt_sampler_params sampling;

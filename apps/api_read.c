@@ -1,8 +1,8 @@
 /*
  * JSON bodies to jobs. See api.h.
  *
- * The body is parsed by jansson, which refuses what is not UTF-8, NUL characters, numbers out of range and nesting beyond 2048;
- * deeper uses of a value (grammars, templates) have bounds of their own in the library.
+ * Brackets are counted before a body is parsed, which bounds the stack and the memory that it can take. The parser, jansson, refuses
+ * what is not UTF-8, NUL characters and numbers out of range. Grammars and templates have bounds of their own in the library.
  */
 #define _POSIX_C_SOURCE 200809L /* strdup */
 #include "api_reader.h"
@@ -14,6 +14,7 @@
 
 #define MESSAGES_MAX 4096
 #define NESTING_MAX 64
+#define BRACKETS_MAX 100000 /* a list or an object takes hundreds of bytes, for two of the body */
 
 int dt_api_status_of(const dt_error *error) {
     switch (error->code) {
@@ -161,7 +162,10 @@ static bool render(dt_reader *r, char **out) {
 static bool add_chat(dt_reader *r, const dt_sampler_params *sampling) {
     char *text = NULL;
     r->request->jobs = calloc(1, sizeof(dt_job *));
-    return r->request->jobs != NULL ? render(r, &text) && add_job(r, NULL, 0, text, sampling) : dt_reader_no_memory(r);
+    if (r->request->jobs == NULL) {
+        return dt_reader_no_memory(r);
+    }
+    return dt_reader_constraint_fits(r, sampling, 1) && render(r, &text) && add_job(r, NULL, 0, text, sampling);
 }
 
 static bool add_token_prompt(dt_reader *r, const json_t *list, const dt_sampler_params *sampling) {
@@ -201,6 +205,9 @@ static bool add_completions(dt_reader *r, const dt_sampler_params *sampling) {
     }
     if (n > r->api->n_prompts_max) {
         return dt_reader_refuse(r, 400, "prompt holds %zu prompts; at most %zu are taken at once", n, r->api->n_prompts_max);
+    }
+    if (!dt_reader_constraint_fits(r, sampling, n)) {
+        return false;
     }
     r->request->jobs = calloc(n, sizeof(dt_job *));
     if (r->request->jobs == NULL) {
@@ -260,9 +267,9 @@ int dt_api_read_json(const dt_api *api, dt_api_kind kind, const void *json, dt_r
     return r.status;
 }
 
-/* How deep brackets nest, strings aside: bounded before anything recursive sees the text. */
-static bool nests_too_deep(const char *text, size_t n) {
-    int depth = 0;
+/* Counts brackets, strings aside. */
+static bool check_brackets(dt_reader *r, const char *text, size_t n) {
+    int depth = 0, n_opened = 0;
     bool in_string = false;
     for (size_t i = 0; i < n; i++) {
         const char c = text[i];
@@ -270,35 +277,42 @@ static bool nests_too_deep(const char *text, size_t n) {
             in_string = c != '"';
             i += c == '\\' ? 1 : 0;
         } else {
+            const bool opens = c == '[' || c == '{';
             in_string = c == '"';
-            depth += c == '[' || c == '{' ? 1 : c == ']' || c == '}' ? -1 : 0;
+            n_opened += opens ? 1 : 0;
+            depth += opens ? 1 : c == ']' || c == '}' ? -1 : 0;
         }
         if (depth > NESTING_MAX) {
-            return true;
+            return dt_reader_refuse(r, 400, "the body nests more than %d levels deep", NESTING_MAX);
+        }
+        if (n_opened > BRACKETS_MAX) {
+            return dt_reader_refuse(r, 400, "the body holds more than %d lists and objects; split it", BRACKETS_MAX);
         }
     }
-    return false;
+    return true;
 }
 
-int dt_api_read(const dt_api *api, dt_api_kind kind, const char *body, size_t n, dt_request *out, dt_error *error) {
+json_t *dt_reader_parse(dt_reader *r, const char *body, size_t n) {
     json_error_t where;
-    dt_reader r = {.api = api, .status = 200, .error = error};
-    *out = (dt_request){.kind = kind};
-    if (nests_too_deep(body, n)) {
-        dt_reader_refuse(&r, 400, "the body nests more than %d levels deep", NESTING_MAX);
-        return r.status;
+    if (!check_brackets(r, body, n)) {
+        return NULL;
     }
     json_t *json = json_loadb(body, n, 0, &where);
     if (json == NULL) {
-        char *reason = NULL;
         size_t n_reason = 0;
-        reason = dt_repair_utf8(where.text, strlen(where.text), &n_reason); /* it quotes the body */
-        dt_reader_refuse(&r, 400, "the body is not JSON: line %d, column %d: %.200s", where.line, where.column,
+        char *reason = dt_repair_utf8(where.text, strlen(where.text), &n_reason); /* it quotes the body */
+        dt_reader_refuse(r, 400, "the body is not JSON: line %d, column %d: %.200s", where.line, where.column,
                          reason != NULL ? reason : "");
         free(reason);
-        return r.status;
     }
-    const int status = dt_api_read_json(api, kind, json, out, error);
+    return json;
+}
+
+int dt_api_read(const dt_api *api, dt_api_kind kind, const char *body, size_t n, dt_request *out, dt_error *error) {
+    dt_reader r = {.api = api, .status = 200, .error = error};
+    *out = (dt_request){.kind = kind};
+    json_t *json = dt_reader_parse(&r, body, n);
+    const int status = json != NULL ? dt_api_read_json(api, kind, json, out, error) : r.status;
     json_decref(json);
     return status;
 }

@@ -1,6 +1,6 @@
 /*
- * Reading a body field by field: what api_read.c (prompts, the whole), api_settings.c (how to go on from them) and api_fields.c
- * (single values) share.
+ * Reading a body field by field: what api_read.c (prompts, the whole), api_settings.c (how to go on from them), api_fields.c
+ * (single values) and api_write.c (which answers some bodies at once) share.
  *
  * Invariant: the first thing that is wrong is the one that is told; after it nothing more is read. All functions that return bool
  * return false then, with the status and the sentence set.
@@ -19,6 +19,10 @@ typedef struct dt_reader {
     int status; /* 200 while nothing was wrong */
     dt_error *error;
 } dt_reader;
+
+/* ---- api_read.c ---- */
+/* A body, to be released with json_decref. NULL: refused. */
+json_t *dt_reader_parse(dt_reader *r, const char *body, size_t n);
 
 /* ---- api_fields.c ---- */
 /* Always false. status: of HTTP. */
@@ -43,6 +47,8 @@ bool dt_reader_refuse_unsupported(dt_reader *r);
 bool dt_reader_model(dt_reader *r);
 bool dt_reader_constraints(dt_reader *r, dt_constraints *out);
 bool dt_reader_sampling(dt_reader *r, dt_sampler_params *out);
+/* Whether grammar or schema are short enough for all replies: each has a sampler, which keeps what it has parsed of them. */
+bool dt_reader_constraint_fits(dt_reader *r, const dt_sampler_params *sampling, size_t n_prompts);
 /* How the job goes on from its prompt, whose tokens it holds: length, stops, logprobs, eviction, and a sampler per reply. */
 bool dt_reader_settings(dt_reader *r, dt_job *job, const dt_sampler_params *sampling);
 

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define STOP_BYTES_MAX 256
+#define CONSTRAINT_BYTES_MAX ((size_t)4 << 20) /* of all replies; of one the library takes as much */
 
 /* Fields that would change the answer and that we can't follow: accepted only with a value that asks for nothing. */
 bool dt_reader_refuse_unsupported(dt_reader *r) {
@@ -50,6 +51,14 @@ bool dt_reader_model(dt_reader *r) {
 
 /* ---- sampling ----------------------------------------------------------------------------------- */
 
+static bool read_choices(dt_reader *r, int64_t *out) { return dt_reader_whole(r, r->body, "n", 1, r->api->n_choices_max, out); }
+
+static bool take_text(dt_reader *r, const char *text, char **out) {
+    free(*out);
+    *out = strdup(text);
+    return *out != NULL || dt_reader_no_memory(r);
+}
+
 static bool take_schema(dt_reader *r, const json_t *schema, dt_constraints *out) {
     if (!json_is_object(schema)) {
         return dt_reader_refuse(r, 400, "a JSON schema must be an object");
@@ -78,15 +87,34 @@ bool dt_reader_constraints(dt_reader *r, dt_constraints *out) {
             return false;
         }
     } else if (name != NULL && strcmp(name, "json_object") == 0) {
-        const json_t *any = dt_reader_field(format, "schema");
-        free(out->json_schema);
-        out->json_schema = any != NULL ? json_dumps(any, JSON_COMPACT) : strdup("{\"type\":\"object\"}");
+        const json_t *given = dt_reader_field(format, "schema");
+        if (given != NULL ? !take_schema(r, given, out) : !take_text(r, "{\"type\":\"object\"}", &out->json_schema)) {
+            return false;
+        }
     } else if (name != NULL && strcmp(name, "text") != 0) {
         return dt_reader_refuse(r, 400, "response_format.type must be text, json_object or json_schema, not '%.40s'", name);
     }
-    out->grammar = grammar != NULL && json_string_length(grammar) > 0 ? strdup(json_string_value(grammar)) : NULL;
+    if (json_string_length(grammar) > 0 && !take_text(r, json_string_value(grammar), &out->grammar)) {
+        return false;
+    }
     return (out->grammar == NULL) || (out->json_schema == NULL) ||
            dt_reader_refuse(r, 400, "give a grammar or a JSON schema, not both");
+}
+
+bool dt_reader_constraint_fits(dt_reader *r, const dt_sampler_params *sampling, size_t n_prompts) {
+    const char *constraint = sampling->grammar != NULL ? sampling->grammar : sampling->json_schema;
+    const size_t n = constraint != NULL ? strlen(constraint) : 0;
+    int64_t n_choices = 1;
+    if (!read_choices(r, &n_choices)) {
+        return false;
+    }
+    const size_t n_replies = n_prompts * (size_t)n_choices;
+    return n_replies <= 1 || n <= CONSTRAINT_BYTES_MAX / n_replies ||
+           dt_reader_refuse(
+               r, 400,
+               "a grammar or JSON schema of %zu bytes is too long for %zu replies at once, each of which takes as much "
+               "again; ask for at most %zu, or for a shorter one",
+               n, n_replies, CONSTRAINT_BYTES_MAX / n > 0 ? CONSTRAINT_BYTES_MAX / n : 1);
 }
 
 bool dt_reader_sampling(dt_reader *r, dt_sampler_params *out) {
@@ -263,8 +291,7 @@ static bool read_logprobs(dt_reader *r, dt_job *job) {
 static bool read_length(dt_reader *r, dt_job *job) {
     int64_t n = r->api->max_tokens, n_choices = 1, best_of = -1;
     const char *name = dt_reader_field(r->body, "max_completion_tokens") != NULL ? "max_completion_tokens" : "max_tokens";
-    if (!dt_reader_whole(r, r->body, name, 0, INT32_MAX, &n) ||
-        !dt_reader_whole(r, r->body, "n", 1, r->api->n_choices_max, &n_choices) ||
+    if (!dt_reader_whole(r, r->body, name, 0, INT32_MAX, &n) || !read_choices(r, &n_choices) ||
         !dt_reader_whole(r, r->body, "best_of", 1, INT32_MAX, &best_of)) {
         return false;
     }

@@ -5,22 +5,15 @@
  * waits for JSON being written.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "api.h"
+#include "api_reader.h"
 #include "json_parts.h"
 
-#include <jansson.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-static json_t *text_json(const char *text, size_t n) {
-    size_t n_valid = 0;
-    char *valid = dt_repair_utf8(text, n, &n_valid);
-    json_t *json = valid != NULL ? json_stringn(valid, n_valid) : NULL;
-    free(valid);
-    return json;
-}
+static json_t *text_json(const char *text, size_t n) { return dt_json_bytes(text, n); }
 
 /* JSON that is thrown away after. NULL: out of memory. */
 static char *dump(json_t *json) {
@@ -206,8 +199,9 @@ static void add_eviction(json_t **json, const dt_request *request) {
     }
     const dt_eviction *eviction = request->jobs[0]->eviction;
     if (eviction != NULL) {
-        dt_json_set(json, "eviction",
-                    json_pack("{s:s,s:I}", "name", dt_eviction_name(eviction), "evicted_tokens", (json_int_t)evicted));
+        dt_json_set(
+            json, "eviction",
+            json_pack("{s:o,s:I}", "name", dt_json_text(dt_eviction_name(eviction)), "evicted_tokens", (json_int_t)evicted));
     }
 }
 
@@ -291,8 +285,7 @@ char *dt_api_error(int status, const char *message) {
                        : status == 429 ? "rate_limit_error"
                        : status < 500  ? "invalid_request_error"
                                        : "server_error";
-    return dump(
-        json_pack("{s:{s:o,s:s,s:n,s:n}}", "error", "message", text_json(message, strlen(message)), "type", type, "param", "code"));
+    return dump(json_pack("{s:{s:o,s:s,s:n,s:n}}", "error", "message", dt_json_text(message), "type", type, "param", "code"));
 }
 
 char *dt_api_models(const dt_api *api) {
@@ -304,15 +297,17 @@ char *dt_api_models(const dt_api *api) {
 }
 
 char *dt_api_props(const dt_api *api) {
-    return dump(json_pack("{s:s,s:s,s:i,s:i,s:s,s:s,s:b,s:I,s:{s:b,s:s,s:b,s:[s,s,s,s]}}", "model", api->name, "version",
+    return dump(json_pack("{s:s,s:s,s:i,s:i,s:s,s:s,s:b,s:I,s:{s:b,s:o,s:b,s:[s,s,s,s]}}", "model", api->name, "version",
                           DT_VERSION, "n_ctx", (int)api->n_ctx, "n_layers", (int)dt_model_get_info(api->model)->n_layers, "kv_type",
                           api->kv_type, "prefill", api->prefill, "api_key", api->has_key, "max_tokens", (json_int_t)api->max_tokens,
                           "eviction", "enabled", api->eviction != NULL, "name",
-                          api->eviction != NULL ? dt_eviction_name(api->eviction) : "off", "override", api->eviction_override,
-                          "presets", "chat", "docqa", "code", "summary"));
+                          dt_json_text(api->eviction != NULL ? dt_eviction_name(api->eviction) : "off"), "override",
+                          api->eviction_override, "presets", "chat", "docqa", "code", "summary"));
 }
 
 /* ---- tokens ------------------------------------------------------------------------------------- */
+
+static const char out_of_memory[] = "out of memory for the answer";
 
 static char *refuse_body(int status, const char *message, int *out_status) {
     *out_status = status;
@@ -343,7 +338,11 @@ static json_t *tokens_json(const dt_api *api, const json_t *body, dt_error *erro
 
 char *dt_api_tokenize(const dt_api *api, const char *body, size_t n, int *out_status) {
     dt_error error = {0};
-    json_t *json = json_loadb(body, n, 0, NULL);
+    dt_reader r = {.api = api, .status = 200, .error = &error};
+    json_t *json = dt_reader_parse(&r, body, n);
+    if (json == NULL) {
+        return refuse_body(r.status, error.message, out_status);
+    }
     const json_t *content = json_object_get(json, "content");
     if (!json_is_string(content != NULL ? content : json_object_get(json, "prompt"))) {
         json_decref(json);
@@ -352,30 +351,50 @@ char *dt_api_tokenize(const dt_api *api, const char *body, size_t n, int *out_st
     json_t *answer = tokens_json(api, json, &error);
     json_decref(json);
     if (answer == NULL) {
-        return refuse_body(dt_api_status_of(&error), error.message, out_status);
+        return error.code != DT_OK ? refuse_body(dt_api_status_of(&error), error.message, out_status)
+                                   : refuse_body(500, out_of_memory, out_status);
     }
     *out_status = 200;
     return dump(answer);
 }
 
-char *dt_api_detokenize(const dt_api *api, const char *body, size_t n, int *out_status) {
-    json_t *json = json_loadb(body, n, 0, NULL), *list = json_object_get(json, "tokens");
+/* The text of the model's tokens in list. False: they are none; *out NULL: out of memory. */
+static bool text_of_tokens(const dt_api *api, const json_t *list, json_t **out) {
     const int32_t n_vocab = dt_model_get_info(api->model)->n_vocab;
     const size_t n_tokens = json_array_size(list);
-    char *text = json_is_array(list) ? malloc(256 * n_tokens + 1) : NULL;
-    size_t used = 0;
-    bool good = text != NULL;
-    for (size_t i = 0; good && i < n_tokens; i++) {
+    size_t n = 0;
+    *out = NULL;
+    for (size_t i = 0; i < n_tokens; i++) {
         const json_t *value = json_array_get(list, i);
         const json_int_t token = json_is_integer(value) ? json_integer_value(value) : -1;
-        good = token >= 0 && token < n_vocab;
-        used += good ? bytes_of(api, (int32_t)token, text + used, 256) : 0;
+        if (token < 0 || token >= n_vocab) {
+            return false;
+        }
+        n += dt_token_bytes(api->model, (int32_t)token, true, NULL, 0);
     }
-    json_t *content = good ? text_json(text, used) : NULL;
+    char *text = malloc(n + 1);
+    for (size_t i = 0, at = 0; text != NULL && i < n_tokens; i++) {
+        at += bytes_of(api, (int32_t)json_integer_value(json_array_get(list, i)), text + at, n - at);
+    }
+    *out = text != NULL ? text_json(text, n) : NULL;
     free(text);
+    return true;
+}
+
+char *dt_api_detokenize(const dt_api *api, const char *body, size_t n, int *out_status) {
+    dt_error error = {0};
+    dt_reader r = {.api = api, .status = 200, .error = &error};
+    json_t *json = dt_reader_parse(&r, body, n), *list = json_object_get(json, "tokens"), *content = NULL;
+    if (json == NULL) {
+        return refuse_body(r.status, error.message, out_status);
+    }
+    const bool good = json_is_array(list) && text_of_tokens(api, list, &content);
     json_decref(json);
-    if (content == NULL) {
+    if (!good) {
         return refuse_body(400, "the body must be a JSON object with a list of the model's tokens as \"tokens\"", out_status);
+    }
+    if (content == NULL) {
+        return refuse_body(500, out_of_memory, out_status);
     }
     *out_status = 200;
     return dump(json_pack("{s:O,s:o}", "content", content, "prompt", content));

@@ -11,6 +11,7 @@
 #include "api.h"
 #include "batch_input.h"
 #include "guard.h"
+#include "json_parts.h"
 #include "report.h"
 #include "run.h"
 
@@ -108,8 +109,7 @@ static bool is_done(const dt_request *request) {
 static json_t *id_json(const dt_batch_row *row) { return row->id != NULL ? json_incref(row->id) : json_null(); }
 
 static json_t *error_line(const dt_batch_row *row, int status, const char *message) {
-    json_t *text = json_string(message); /* NULL where it quotes something that is no UTF-8 */
-    text = text != NULL ? text : json_string("the row can't be used");
+    json_t *text = dt_json_text(message); /* it may quote the row */
     if (row->form == DT_BATCH_SHORT) {
         return json_pack("{s:o,s:o}", "id", id_json(row), "error", text);
     }
@@ -415,7 +415,7 @@ static dt_status begin(const batch_options *o, const dt_model *model, const char
     if (status == DT_OK) {
         b->api.eviction = *out_eviction;
         b->api.eviction_key = dt_api_eviction_key(*out_eviction, "");
-        if (b->api.eviction_key == NULL || b->underway == NULL) {
+        if (b->api.name == NULL || b->api.eviction_key == NULL || b->underway == NULL) {
             snprintf(error->message, sizeof error->message, "out of memory for the jobs");
             status = error->code = DT_ERR_MEMORY;
         }
@@ -431,9 +431,10 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     dt_error error = {0};
     dt_eviction *eviction = NULL;
     batch b = {.input = input, .output = output, .news = {-1, -1}, .started = dt_seconds_now()};
-    const char *slash = strrchr(o->shared.model, '/');
+    const char *slash = strrchr(o->shared.model, '/'), *file = slash != NULL ? slash + 1 : o->shared.model;
+    size_t n_name = 0;
     b.api = (dt_api){.model = model,
-                     .name = slash != NULL ? slash + 1 : o->shared.model,
+                     .name = dt_repair_utf8(file, strlen(file), &n_name),
                      .path = o->shared.model,
                      .chat_template = o->chat_template,
                      .max_tokens = o->max_tokens,
@@ -450,6 +451,7 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     }
     dt_scheduler_free(b.api.scheduler);
     dt_eviction_free(eviction);
+    free((char *)b.api.name);
     free((char *)b.api.eviction_key);
     free(b.underway);
     for (int i = 0; i < 2; i++) {

@@ -5,6 +5,7 @@
 #include "batch_input.h"
 #include "file_lock.h"
 #include "json_parts.h"
+#include "utf8.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -240,7 +241,7 @@ static void check_repeated(dt_batch_input *in, dt_batch_row *row) {
     if (before != NULL) {
         refuse(row, "its id is that of row %lld", (long long)json_integer_value(before));
     } else if (row->id != NULL && (key == NULL || json_object_set_new(in->seen, key, json_integer(row->number)) != 0)) {
-        refuse(row, "memory is short");
+        refuse(row, "%s", no_room);
     }
     free(key);
 }
@@ -294,6 +295,17 @@ static char *fill_in(const char *each, const char *text, size_t n) {
     return out;
 }
 
+static bool is_utf8(const char *text) {
+    bool open = false;
+    for (size_t n = strlen(text), bytes; n > 0; text += bytes, n -= bytes) {
+        bytes = dt_character_at(text, n, &open);
+        if (bytes == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static bool read_text(dt_batch_input *in, const char *name, dt_batch_row *row) {
     char path[PATH_BYTES];
     struct stat info;
@@ -306,18 +318,27 @@ static bool read_text(dt_batch_input *in, const char *name, dt_batch_row *row) {
         }
         return false;
     }
-    char *bytes = malloc((size_t)info.st_size + 1);
-    const size_t n = bytes != NULL ? fread(bytes, 1, (size_t)info.st_size, file) : 0;
+    const size_t n = (size_t)info.st_size;
+    char *bytes = malloc(n + 1);
+    const bool whole = bytes != NULL && fread(bytes, 1, n, file) == n;
+    const int reason = ferror(file) != 0 ? errno : 0;
     fclose(file);
-    char *text = bytes != NULL ? fill_in(in->each, bytes, n) : NULL;
+    char *text = whole ? fill_in(in->each, bytes, n) : NULL;
     json_t *string = text != NULL ? json_string(text) : NULL;
-    if (bytes != NULL && memchr(bytes, 0, n) != NULL) {
+    if (bytes != NULL && !whole) {
+        refuse(row, "the file can't be read to its end: %s", reason != 0 ? strerror(reason) : "it was cut short meanwhile");
+    } else if (text != NULL && memchr(bytes, 0, n) != NULL) {
         refuse(row, "the file holds a NUL byte");
-    } else if (string == NULL) {
+    } else if (text != NULL && !is_utf8(text)) {
         refuse(row, "the file is not UTF-8");
+    } else if (string == NULL) {
+        refuse(row, "%s", no_room);
     } else {
         row->body = in->chat ? json_pack("{s:[{s:s,s:O}]}", "messages", "role", "user", "content", string)
                              : json_pack("{s:O}", "prompt", string);
+        if (row->body == NULL) {
+            refuse(row, "%s", no_room);
+        }
     }
     json_decref(string);
     free(bytes);
@@ -332,7 +353,7 @@ static bool next_file(dt_batch_input *in, dt_batch_row *row) {
     const char *name = in->names[in->number++];
     *row = (dt_batch_row){.number = in->number, .form = DT_BATCH_SHORT, .chat = in->chat, .id = json_string(name)};
     if (row->id == NULL) {
-        refuse(row, "the file's name is not UTF-8");
+        refuse(row, "%s", is_utf8(name) ? no_room : "the file's name is not UTF-8");
         return true;
     }
     read_text(in, name, row);

@@ -12,10 +12,9 @@
 #define _POSIX_C_SOURCE 200809L
 #include "bandwidth.h"
 #include "guard.h"
+#include "json_parts.h"
 #include "options.h"
 #include "report.h"
-
-#include <jansson.h>
 
 #include <errno.h>
 #include <stdlib.h>
@@ -496,18 +495,23 @@ static json_t *row_json(const bench_row *r) {
                      (json_int_t)r->step_bytes, "bound_tps", r->bound);
 }
 
-static void print_json(const bench *b) {
+/* False: out of memory. */
+static bool print_json(const bench *b) {
     const dt_model_info *info = dt_model_get_info(b->model);
     json_t *rows = json_array();
     for (size_t i = 0; i < b->n_rows; i++) {
-        json_array_append_new(rows, row_json(&b->rows[i]));
+        dt_json_append(&rows, row_json(&b->rows[i]));
     }
     json_t *all =
-        json_pack("{ss ss ss sI sf so}", "model", b->options->shared.model, "arch", info->architecture, "weight_type",
+        json_pack("{so ss ss sI sf so}", "model", dt_json_text(b->options->shared.model), "arch", info->architecture, "weight_type",
                   info->weight_type, "weight_bytes", (json_int_t)info->weight_bytes, "read_bandwidth", b->bandwidth, "rows", rows);
-    json_dumpf(all, stdout, JSON_INDENT(2));
-    printf("\n");
+    char *text = json_dumps(all, JSON_INDENT(2));
     json_decref(all);
+    if (text != NULL) {
+        printf("%s\n", text);
+    }
+    free(text);
+    return text != NULL;
 }
 
 static int run(void *user) {
@@ -531,7 +535,12 @@ static int run(void *user) {
         status = measure_all(b, &error);
     }
     if (status == DT_OK) {
-        (o->output == 0 ? print_markdown : o->output == 1 ? print_csv : print_json)(b);
+        if (o->output == 2 && !print_json(b)) {
+            snprintf(error.message, sizeof error.message, "out of memory for the table");
+            status = DT_ERR_MEMORY;
+        } else if (o->output != 2) {
+            (o->output == 0 ? print_markdown : print_csv)(b);
+        }
         if (fflush(stdout) != 0 && errno != EPIPE) { /* a reader that leaves has what it wanted */
             snprintf(error.message, sizeof error.message, "the table can't be written to stdout: %s", strerror(errno));
             status = DT_ERR_IO;

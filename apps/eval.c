@@ -12,6 +12,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "eval.h"
 #include "guard.h"
+#include "json_parts.h"
 #include "run.h"
 
 #include <math.h>
@@ -135,6 +136,13 @@ dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_err
 bool eval_progress(int64_t done, int64_t total, const dt_session *session) {
     dt_report_progress("measuring", done, total, session);
     return !dt_interrupted;
+}
+
+bool eval_on_prefill(int64_t done, int64_t total, void *user) {
+    const int64_t *progress = user;
+    (void)done;
+    (void)total;
+    return eval_progress(progress[0], progress[1], NULL);
 }
 
 void eval_set_result(eval *e, json_t *rows) {
@@ -271,9 +279,9 @@ static void describe(const eval *e, char *out, size_t capacity) {
 static json_t *begin_result(const eval *e, const command *c) {
     char label[256];
     describe(e, label, sizeof label);
-    json_t *result =
-        json_pack("{ss ss ss ss ss}", "command", c->name, "model", e->options->shared.model, "eviction", label, "kv_type",
-                  dt_kv_type_word(e->options->shared.kv_type), "prefill", dt_prefill_word(e->options->shared.prefill));
+    json_t *result = json_pack("{ss so so ss ss}", "command", c->name, "model", dt_json_text(e->options->shared.model), "eviction",
+                               dt_json_text(label), "kv_type", dt_kv_type_word(e->options->shared.kv_type), "prefill",
+                               dt_prefill_word(e->options->shared.prefill));
     if (c->run != eval_ab) {
         json_object_update_new(result, json_pack("{sI ss}", "context", (json_int_t)e->options->n_context, "evict",
                                                  e->options->evict == 0 ? "always" : "once"));

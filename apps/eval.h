@@ -75,6 +75,8 @@ dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval
 double eval_kept_share(const eval *e, const dt_session *session);
 /* Shows progress; false after Ctrl-C. */
 bool eval_progress(int64_t done, int64_t total, const dt_session *session);
+/* The same while a text is read, which is one of the things to do: user is int64_t[2], how many are done, and how many there are. */
+bool eval_on_prefill(int64_t done, int64_t total, void *user);
 /* Puts the settings' rows into the result; a single one is the result. Takes rows over. */
 void eval_set_result(eval *e, json_t *rows);
 /* The refusal of a text that has no room for n_pieces of n_tokens each; says what would fit. */

@@ -221,12 +221,6 @@ static bool on_token(int32_t token, void *user) {
     return !out->out_of_memory && !dt_interrupted;
 }
 
-static bool on_prefill(int64_t done, int64_t total, void *user) {
-    (void)done;
-    (void)total;
-    return eval_progress(((int64_t *)user)[0], ((int64_t *)user)[1], NULL);
-}
-
 static dt_status generate(const ab_run *r, const prompt *p, dt_session *session, uint32_t seed, output *out, dt_error *error) {
     dt_sampler *sampler = NULL;
     dt_sampler_params sampling = r->sampling;
@@ -256,7 +250,7 @@ static dt_status run_side(ab_run *r, size_t index, bool on, output *out, dt_erro
     params.prefill = on ? params.prefill : DT_PREFILL_FULL;
     dt_status status = dt_session_new(r->e->model, &params, &session, error);
     if (status == DT_OK) {
-        status = dt_session_sync(session, p->tokens, p->n, on_prefill, progress, &read, error);
+        status = dt_session_sync(session, p->tokens, p->n, eval_on_prefill, progress, &read, error);
     }
     if (status == DT_OK) {
         /* a different draw for every sample, the same for both sides; never the value that stands for a random one */

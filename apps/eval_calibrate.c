@@ -18,12 +18,6 @@ typedef struct calibration {
     const int32_t *n_kv_heads;
 } calibration;
 
-static bool on_prefill(int64_t done, int64_t total, void *user) {
-    (void)done;
-    (void)total;
-    return eval_progress(((int64_t *)user)[0], ((int64_t *)user)[1], NULL);
-}
-
 static dt_status measure_piece(calibration *c, int64_t index, dt_error *error) {
     const eval_options *o = c->e->options;
     int64_t progress[] = {index, o->n_chunks};
@@ -32,7 +26,7 @@ static dt_status measure_piece(calibration *c, int64_t index, dt_error *error) {
     const size_t first = o->n_chunks > 1 ? room * (size_t)index / (size_t)(o->n_chunks - 1) : 0;
     dt_status status = eval_base_session(c->e, &base, error);
     if (status == DT_OK) {
-        status = dt_session_sync(base, c->e->text + first, (size_t)o->n_context, on_prefill, progress, NULL, error);
+        status = dt_session_sync(base, c->e->text + first, (size_t)o->n_context, eval_on_prefill, progress, NULL, error);
     }
     if (status == DT_OK) {
         status = dt_calibration_add(c->learned, base, error);

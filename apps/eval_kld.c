@@ -81,12 +81,6 @@ static dt_status measure_setting(eval *e, const dt_session *base, size_t setting
     return status;
 }
 
-static bool on_prefill(int64_t done, int64_t total, void *user) {
-    (void)done;
-    (void)total;
-    return eval_progress(((int64_t *)user)[0], ((int64_t *)user)[1], NULL);
-}
-
 /* The settings that quote from one depth, or that do not quote (below 0), against one pass of the full cache. */
 static dt_status measure_settings(eval *e, const dt_session *base, double quote, const int32_t *fed, float *full, chunk_sums *sums,
                                   eval_map *map, dt_error *error) {
@@ -128,7 +122,7 @@ static dt_status measure_chunk(eval *e, size_t index, float *full, chunk_sums *s
     dt_session *base = NULL;
     dt_status status = eval_base_session(e, &base, error);
     if (status == DT_OK) {
-        status = dt_session_sync(base, text, n_context, on_prefill, progress, NULL, error);
+        status = dt_session_sync(base, text, n_context, eval_on_prefill, progress, NULL, error);
     }
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
         const double quote = e->settings[i].quote;

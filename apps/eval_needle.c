@@ -250,12 +250,6 @@ static dt_status ask_all(needle_run *r, size_t index, const needle *asked, const
     return status;
 }
 
-static bool on_prefill(int64_t done, int64_t total, void *user) {
-    (void)done;
-    (void)total;
-    return eval_progress(((int64_t *)user)[0], ((int64_t *)user)[1], NULL);
-}
-
 static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
     eval *e = r->e;
     sample s;
@@ -268,7 +262,7 @@ static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
         status = eval_base_session(e, &base, error);
     }
     if (status == DT_OK) {
-        status = dt_session_sync(base, context.tokens, context.n, on_prefill, progress, NULL, error);
+        status = dt_session_sync(base, context.tokens, context.n, eval_on_prefill, progress, NULL, error);
     }
     for (size_t i = 0; i < e->n_settings && status == DT_OK && e->options->question == 0; i++) {
         status = eval_evicted_session(e, base, &e->settings[i], &evicted[i], error);

@@ -10,5 +10,9 @@
 /* Take over `part`; NULL: it couldn't be made. */
 void dt_json_set(json_t **whole, const char *key, json_t *part);
 void dt_json_append(json_t **whole, json_t *part);
+/* Text that need not be UTF-8, as JSON must be: a name, a path, what a model wrote, a message that quotes one. See dt_repair_utf8.
+ * NULL: out of memory. */
+json_t *dt_json_text(const char *text);
+json_t *dt_json_bytes(const char *text, size_t n);
 
 #endif

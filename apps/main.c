@@ -6,6 +6,7 @@
  * opened; 2: bad usage, a file that the command line names and that can't be used included.
  */
 #define _POSIX_C_SOURCE 200809L
+#define _DEFAULT_SOURCE /* realpath on glibc */
 #include "chat.h"
 #include "file_lock.h"
 #include "guard.h"
@@ -200,17 +201,28 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
     return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
 }
 
-/* This run's text parted from the saved one: what was saved stays under another name, so that a mistaken prompt loses nothing. */
+/* This run's text parted from the saved one: what was saved stays under another name, so that a mistaken prompt loses nothing. What
+ * an earlier run kept there goes only when this is in its place. */
 static void keep_replaced(const char *path, int64_t n_tokens) {
-    char *old = malloc(strlen(path) + sizeof ".old");
-    if (old == NULL) {
-        return;
+    char *real = realpath(path, NULL); /* saving follows links too */
+    const size_t capacity = (real != NULL ? strlen(real) : 0) + sizeof ".old.part";
+    char *old = real != NULL ? malloc(capacity) : NULL, *part = old != NULL ? malloc(capacity) : NULL;
+    int reason = errno;
+    bool kept = false;
+    if (part != NULL) {
+        snprintf(old, capacity, "%s.old", real);
+        snprintf(part, capacity, "%s.old.part", real);
+        unlink(part); /* a killed run's */
+        kept = link(real, part) == 0 && rename(part, old) == 0;
+        reason = errno;
+        unlink(part); /* rename leaves it where both names are the same file's already */
     }
-    sprintf(old, "%s.old", path);
-    const bool kept = (unlink(old) == 0 || errno == ENOENT) && link(path, old) == 0;
-    dt_report(DT_LOG_WARN, "session: this text parts from the saved one of %lld tokens, which is replaced%s%s", (long long)n_tokens,
-              kept ? "; it stays as " : "", kept ? old : "");
+    dt_report(DT_LOG_WARN, "session: this text parts from the saved one of %lld tokens, which is replaced; it %s %s%s%s",
+              (long long)n_tokens, kept ? "stays as" : "can't be kept as", part != NULL ? old : "FILE.old", kept ? "" : ": ",
+              kept ? "" : strerror(reason));
+    free(real);
     free(old);
+    free(part);
 }
 
 /* What was computed, also when the run was interrupted or failed. chat may be NULL. */

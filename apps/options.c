@@ -81,8 +81,8 @@ static const dt_option stats_rows[] = {
 };
 
 static const dt_option output_rows[] = {
-    {"--log-level", "error|warn|info|debug", DT_OPTION_CHOICE, AT(log_level), 0, 0, "what is logged to stderr (info)"},
     {"--no-progress", NULL, DT_OPTION_OFF, AT(progress), 0, 0, "no progress bar (there is none unless stderr is a terminal)"},
+    {"--log-level", "error|warn|info|debug", DT_OPTION_CHOICE, AT(log_level), 0, 0, "what is logged to stderr (info)"},
     {"--version", NULL, DT_OPTION_ON, AT(version), 0, 0, "print the version"},
     {"-h, --help", NULL, DT_OPTION_ON, AT(help), 0, 0, "print this text"},
 };
@@ -93,6 +93,7 @@ const dt_option_group dt_eviction_options = {"Cache eviction (TLC); settings nee
 const dt_option_group dt_sampling_options = {"Sampling", sampling_rows, N_OF(sampling_rows)};
 const dt_option_group dt_stats_options = {"Numbers of the run", stats_rows, N_OF(stats_rows)};
 const dt_option_group dt_output_options = {"Log and help", output_rows, N_OF(output_rows)};
+const dt_option_group dt_log_options = {"Log and help", output_rows + 1, N_OF(output_rows) - 1};
 
 void dt_shared_options_init(dt_shared_options *options) {
     const dt_sampler_params sampler = dt_sampler_default_params();

@@ -70,6 +70,7 @@ typedef struct dt_shared_options {
 } dt_shared_options;
 
 extern const dt_option_group dt_model_options, dt_eviction_options, dt_sampling_options, dt_stats_options, dt_output_options;
+extern const dt_option_group dt_log_options; /* in place of dt_output_options in programs that draw no bar */
 
 void dt_shared_options_init(dt_shared_options *options);
 

@@ -364,27 +364,6 @@ void dt_stats_file_free(dt_stats_file *file) {
     }
 }
 
-/* A path need not be UTF-8, JSON must be: other bytes become U+FFFD. */
-static json_t *json_text(const char *text) {
-    json_t *plain = json_string(text);
-    if (plain != NULL) {
-        return plain;
-    }
-    const size_t n = strlen(text);
-    char *copy = malloc(3 * n + 1), *to = copy;
-    for (size_t i = 0; copy != NULL && i < n; i++) {
-        if ((unsigned char)text[i] < 0x80) {
-            *to++ = text[i];
-        } else {
-            memcpy(to, "\xEF\xBF\xBD", 3);
-            to += 3;
-        }
-    }
-    plain = copy != NULL ? json_stringn(copy, (size_t)(to - copy)) : NULL;
-    free(copy);
-    return plain;
-}
-
 static json_t *json_number(double value) { return json_real(isfinite(value) ? round(value * 1000.0) / 1000.0 : 0); }
 
 static int64_t rss_bytes_peak(void) {
@@ -420,12 +399,12 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
         dt_json_append(&tokens, json_integer(numbers->generated[i]));
     }
     json_t *root = json_object();
-    dt_json_set(&root, "model", json_text(numbers->model));
-    dt_json_set(&root, "arch", json_text(info->architecture));
+    dt_json_set(&root, "model", dt_json_text(numbers->model));
+    dt_json_set(&root, "arch", dt_json_text(info->architecture));
     dt_json_set(&root, "n_layers", json_integer(info->n_layers));
     dt_json_set(&root, "threads", json_integer(s.n_threads));
-    dt_json_set(&root, "kernel", json_text(s.kernel));
-    dt_json_set(&root, "device", json_text(info->device));
+    dt_json_set(&root, "kernel", dt_json_text(s.kernel));
+    dt_json_set(&root, "device", dt_json_text(info->device));
     dt_json_set(&root, "prompt_tokens", json_integer(numbers->prompt_tokens));
     dt_json_set(&root, "prefill_ms", json_number(s.prefill_ms));
     dt_json_set(&root, "prefill_tps", json_number(per_second(s.prefill_tokens, s.prefill_ms)));

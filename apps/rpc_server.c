@@ -35,7 +35,7 @@ static const dt_option server_rows[] = {
 };
 
 static const dt_option_group server_group = {"Server", server_rows, sizeof server_rows / sizeof server_rows[0]};
-static const dt_option_group *const groups[] = {&server_group, &dt_output_options};
+static const dt_option_group *const groups[] = {&server_group, &dt_log_options};
 
 static void on_signal(int signal_number) {
     (void)signal_number;

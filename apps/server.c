@@ -55,14 +55,8 @@ static const dt_option_group conversation_group = {
     "Conversations between requests; --kv-memory limits all caches together (half\n  of the memory)", conversation_rows,
     sizeof conversation_rows / sizeof conversation_rows[0]};
 static const dt_option_group *const groups[] = {&server_group,        &conversation_group,  &dt_model_options,
-                                                &dt_eviction_options, &dt_sampling_options, &dt_output_options};
+                                                &dt_eviction_options, &dt_sampling_options, &dt_log_options};
 #define N_GROUPS (sizeof groups / sizeof groups[0])
-
-static int fail(const dt_error *error, bool setting_up) {
-    dt_report(DT_LOG_ERROR, "%s", error->message);
-    const dt_status s = error->code;
-    return setting_up && (s == DT_ERR_ARGUMENT || s == DT_ERR_CONFIG || s == DT_ERR_IO || s == DT_ERR_LIMIT) ? 2 : 1;
-}
 
 static bool check(const server_options *o, char *message, size_t capacity) {
     const char *wrong = NULL;
@@ -92,12 +86,13 @@ static dt_status read_key(const char *path, char **out, dt_error *error) {
     return status;
 }
 
-/* The file's name without folder and ending. free(). */
-static char *name_of(const char *path) {
-    const char *slash = strrchr(path, '/');
-    char *name = strdup(slash != NULL ? slash + 1 : path);
-    const size_t n = name != NULL ? strlen(name) : 0;
-    if (n > 5 && strcmp(name + n - 5, ".gguf") == 0) {
+/* The alias, or the file's name without folder and ending. free(). */
+static char *name_of(const server_options *o) {
+    const char *slash = strrchr(o->shared.model, '/'), *file = slash != NULL ? slash + 1 : o->shared.model;
+    const char *from = o->alias != NULL ? o->alias : file;
+    size_t n = 0;
+    char *name = dt_repair_utf8(from, strlen(from), &n);
+    if (name != NULL && o->alias == NULL && n > 5 && strcmp(name + n - 5, ".gguf") == 0) {
         name[n - 5] = 0;
     }
     return name;
@@ -133,7 +128,7 @@ static int serve(const server_options *o, const dt_api *api, const char *key, dt
                                    .n_connections_max = (int)(o->n_queue + o->n_parallel + 64)};
     if (dt_http_start(&params, &http, &error) != DT_OK) {
         dt_scheduler_stop(scheduler, 0);
-        return fail(&error, true);
+        return dt_report_failure(&error, true);
     }
     const bool v6 = strchr(o->host, ':') != NULL;
     dt_report(DT_LOG_INFO, "listening at http://%s%s%s:%d", v6 ? "[" : "", o->host, v6 ? "]" : "", dt_http_port(http));
@@ -184,11 +179,11 @@ static int with_model(const server_options *o, const dt_model *model, const char
     if (status == DT_OK) {
         status = dt_scheduler_new(&params, &scheduler, &error);
     }
-    char *name = o->alias != NULL ? strdup(o->alias) : name_of(o->shared.model);
+    char *name = name_of(o);
     char *eviction_key = dt_api_eviction_key(eviction, "");
     int exit_code = 1;
     if (status != DT_OK) {
-        exit_code = fail(&error, true);
+        exit_code = dt_report_failure(&error, true);
     } else if (name != NULL && eviction_key != NULL) {
         (void)dt_report_eviction(eviction, "", NULL); /* a line that is missing for lack of memory stops no server */
         api.name = name;
@@ -197,6 +192,7 @@ static int with_model(const server_options *o, const dt_model *model, const char
         api.eviction_key = eviction_key;
         exit_code = serve(o, &api, key, scheduler);
     } else {
+        dt_report(DT_LOG_ERROR, "out of memory for the server's settings");
         dt_scheduler_stop(scheduler, 0);
     }
     dt_scheduler_free(scheduler);
@@ -220,9 +216,9 @@ static int run_all(void *user) {
     }
     int exit_code = 0;
     if (status != DT_OK) {
-        exit_code = fail(&error, true);
+        exit_code = dt_report_failure(&error, true);
     } else if (dt_model_open(o->shared.model, &model_params, &model, &error) != DT_OK) {
-        exit_code = fail(&error, false);
+        exit_code = dt_report_failure(&error, false);
     } else if (!dt_model_get_info(model)->has_tokenizer) {
         dt_report(DT_LOG_ERROR, "%s has no tokenizer, so it can't read a text; use a GGUF file that contains one", o->shared.model);
         exit_code = 1;

@@ -260,6 +260,9 @@ enum MHD_Result dt_http_generate(dt_exchange *e, dt_api_kind kind) {
     const bool opened = waiter_open(&w->waiter, e->connection);
     const int status =
         opened ? dt_api_read(e->http->params.api, kind, e->body != NULL ? e->body : "", e->n_body, &w->request, &error) : 503;
+    free(e->body); /* the jobs know all of it, and may take long */
+    e->body = NULL;
+    e->n_body = e->body_capacity = 0;
     if (status != 200) {
         free_work(w);
         return dt_http_send_error(e->connection, status,

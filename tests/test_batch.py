@@ -186,6 +186,22 @@ def test_folder(model, tmp_path):
     assert shared >= 6 * 60, log
 
 
+def test_names_that_are_not_utf8(model, tmp_path):
+    """A model's name stands in answers, a text's name is its row's id: the one is mended, the other refused."""
+    path = os.fsencode(tmp_path) + b"/t\xe9.gguf"
+    os.symlink(model, path)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(openai_row("a", "Hello")) + "\n")
+    batch(path, source, target)
+    assert lines(target)[1]["response"]["body"]["model"] == "t\ufffd.gguf"
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    with open(os.fsencode(folder) + b"/\xe9.txt", "w") as file:
+        file.write("Hello")
+    batch(model, folder, tmp_path / "names.jsonl", "--each", "{text}")
+    assert "name is not UTF-8" in lines(tmp_path / "names.jsonl")[1]["error"]
+
+
 def test_what_went_in_a_shared_beginning(model, tmp_path):
     """Rows that share a long instruction say what their conversation lacks, whichever of them read it."""
     folder = tmp_path / "texts"

@@ -58,6 +58,13 @@ def test_json(model):
     assert on["step_bytes"] < off["step_bytes"]  # an evicted cache is read faster
 
 
+def test_a_name_that_is_not_utf8(model, tmp_path):
+    path = os.fsencode(tmp_path) + b"/t\xe9.gguf"
+    os.symlink(model, path)
+    result = bench("-m", path, "-n", "1", "-p", "0", "-r", "1", "-o", "json")
+    assert result.returncode == 0 and json.loads(result.stdout)["model"].endswith("/t\ufffd.gguf"), result
+
+
 def test_table_fits_a_terminal(model):
     result = bench("-m", model, "-d", "0,64", "-n", "4", "-p", "16", "-r", "1", "--cache-eviction", "--max-cache-size", str(BUDGET))
     assert result.returncode == 0, result.stderr

@@ -52,6 +52,14 @@ def test_nothing_lost_is_no_divergence(tiny, tmp_path):
     assert abs(full["nll"] - full["nll_full"]) <= 1e-3 and len(full["chunks"]) == 2
 
 
+def test_a_name_that_is_not_utf8(tiny, tmp_path):
+    path = os.fsencode(tmp_path) + b"/t\xe9.gguf"
+    os.symlink(tiny, path)
+    numbers = measure(tmp_path, "kld", "-m", path, "-f", TEXT, "--context", "64", "--continuation", "4", "--chunks", "1",
+                      "--policy", "local_window", "--max-cache-size", "48")
+    assert numbers["model"].endswith("/t\ufffd.gguf")
+
+
 @pytest.mark.parametrize("extra", [[], ["--score", "reconstruct"], ["--score", "reconstruct", "--budget", "adaptive"],
                                    ["--prefill", "streaming"], ["--evict", "once", "--kv-type", "int8"]])
 def test_shares(tiny, tmp_path, extra):

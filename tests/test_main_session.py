@@ -268,6 +268,25 @@ def test_another_text_loses_nothing(tmp_path):
 
 
 @needs_model
+def test_what_was_kept_goes_last(tmp_path):
+    """Through a link the file that it leads to is kept, not the link; and what can't be kept costs nothing that was kept before."""
+    (tmp_path / "real").mkdir()
+    real, link, old = tmp_path / "real" / "s.bin", tmp_path / "link.bin", tmp_path / "real" / "s.bin.old"
+    link.symlink_to(real)
+    flags = ("-n", "2", "--temp", "0", "--session", str(link))
+    assert run_model("-p", TEXT, "-n", "2", "--temp", "0", "--session", str(real)).returncode == 0
+    for text in ("Once upon a time", TEXT):  # the second time over what the first one kept
+        before = real.read_bytes()
+        log = run_model("-p", text, *flags).stderr.decode()
+        assert f"it stays as {old}" in log and old.read_bytes() == before and link.is_symlink()
+        assert sorted(os.listdir(real.parent)) == ["s.bin", "s.bin.old"] and sorted(os.listdir(tmp_path)) == ["link.bin", "real"]
+    old.unlink()
+    old.mkdir()  # what a link can't take the place of
+    log = run_model("-p", "Once upon a time", *flags).stderr.decode()
+    assert f"it can't be kept as {old}: " in log and sorted(os.listdir(real.parent)) == ["s.bin", "s.bin.old"]
+
+
+@needs_model
 def test_a_chat_stays_a_chat(tmp_path):
     """Without -cnv its file is refused, whatever the text: saved as one it would have lost its messages."""
     session = tmp_path / "s.bin"

@@ -165,6 +165,22 @@ def test_python_drafts(deeptutor):
             deeptutor.Session(model, **wrong)
 
 
+def test_python_refuses_what_would_be_lost(deeptutor):
+    """Settings that change nothing, and strings that C would end early."""
+    model = deeptutor.Model(MODEL)
+    for wrong in ({"max_cache_size": 512}, {"min_cache_size": 0}, {"prefill": "streaming"}):
+        with pytest.raises(ValueError, match="without eviction"):
+            deeptutor.Session(model, **wrong)
+    session = deeptutor.Session(model, eviction="chat", max_cache_size=512, prefill="streaming")
+    for call in (lambda: deeptutor.Model(MODEL + "\0"), lambda: deeptutor.Model(MODEL, device="cpu\0"),
+                 lambda: deeptutor.Model(MODEL, device_split="1\0"), lambda: deeptutor.Session(model, eviction="chat\0"),
+                 lambda: model.render_chat([{"role": "user", "content": "a\0b"}]),
+                 lambda: model.render_chat([{"role": "user", "content": "a"}], template="chatml\0"),
+                 lambda: next(session.generate("A", grammar='root ::= "a"\0')), lambda: session.save(MODEL + "\0.session")):
+        with pytest.raises(ValueError, match="NUL"):
+            call()
+
+
 LEAVING = """
 import gc, sys
 from deeptutor import Model, Session
@@ -201,3 +217,15 @@ def test_python_log(deeptutor):
     deeptutor.Session(deeptutor.Model(MODEL), n_ctx=256)
     deeptutor.set_log(None)
     assert any("KV memory" in line for _, line in lines)
+
+
+def test_python_log_is_changed_while_it_is_used(deeptutor):
+    """By the receiver itself, whose callback has to outlive its call."""
+    lines = []
+    def first(level, line):
+        deeptutor.set_log(lambda level, line: lines.append(line))
+        lines.append(line)
+    deeptutor.set_log(first)
+    deeptutor.Session(deeptutor.Model(MODEL), n_ctx=256)
+    deeptutor.set_log(None)
+    assert len(lines) > 1

@@ -59,6 +59,15 @@ def test_tokenize(server):
     assert status == 200 and all(isinstance(t, int) for t in answer["tokens"])
     assert server.ask("/detokenize", answer)[1]["content"] == "Hello there"
     assert server.ask("/tokenize", {"text": 1})[0] == 400
+    for path, body in (("/tokenize", b'{"content": "x"'), ("/detokenize", b'{"tokens": [5]')):
+        assert server.ask(path, raw=body + b', "a": [[], {"b": "[{"}]}')[0] == 200
+        status, answer, _ = server.ask(path, raw=body + b', "a": [' + b"[]," * 100000 + b"1]}")
+        assert status == 400 and "100000 lists" in answer["error"]["message"], answer
+        status, answer, _ = server.ask(path, raw=body)
+        assert status == 400 and "not JSON" in answer["error"]["message"], answer
+    assert server.ask("/detokenize", {"tokens": []})[1]["content"] == ""
+    for tokens in ([-1], [1 << 40], ["a"], {}, "a"):
+        assert server.ask("/detokenize", {"tokens": tokens})[0] == 400
 
 
 def test_stream_is_the_text(server):
@@ -206,6 +215,8 @@ def test_json_schema(server):
     ({"messages": user("x"), "top_logprobs": 3}, "logprobs"), ({"messages": user("x"), "logprobs": 3}, "logprobs"),
     ({"messages": user("x"), "grammar": "root ::= ("}, "grammar"), ({"messages": user("x"), "stream": "yes"}, "stream"),
     ({"messages": user("x"), "response_format": {"type": "xml"}}, "response_format"),
+    ({"messages": user("x"), "response_format": {"type": "json_object", "schema": True}}, "schema must be an object"),
+    ({"messages": user("x"), "n": 4, "grammar": 'root ::= "a"\n' + "#" * (2 << 20)}, "too long for 4 replies"),
     ({"messages": user("x"), "eviction": {"preset": "nonesuch"}}, "nonesuch"), ({"messages": user("x"), "eviction": 3}, "eviction"),
     ({"messages": user("x"), "eviction": {"presets": "docqa"}}, '"presets"; it takes enabled, preset'),
     ({"messages": user("x"), "eviction": {"max_cache_size": 1}}, "max_cache_size 1 leaves no room"),
@@ -226,6 +237,8 @@ def test_refused(server, body, word):
     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": [[]]}', b'{"prompt": [99999999]}', b'{"prompt": [-1]}', b'{"prompt": []}',
     b'{"prompt": {"a": 1}}', b'{"prompt": "x", "json_schema": ' + b'{"items":' * 60 + b"1" + b"}" * 60 + b"}",
     b'{"prompt": "x", "suffix": "y"}', b'{"prompt": "x", "logprobs": 99}', b'{"prompt": "x", "best_of": 3}',
+    pytest.param(b'{"prompt": "x", "max_tokens": 1, "a": [' + b"[]," * 100000 + b"1]}", id="lists"),
+    pytest.param(b'{"prompt": ["x", "y"], "max_tokens": 1, "n": 2, "grammar": "root ::= [a]\\n' + b"#" * (2 << 20) + b'"}', id="grammars"),
 ])
 def test_hostile_bodies(server, raw):
     status, answer, _ = server.ask("/v1/completions", raw=raw)
@@ -733,6 +746,25 @@ def test_stop_lets_answers_go(model, tmp_path):
     head, body = data.split(b"\r\n\r\n", 1)
     assert b" 200 OK" in head and len(body) == int(re.search(rb"Content-Length: (\d+)", head).group(1)) > 1 << 16, data[-300:]
     assert server.process.wait(timeout=60) == 0
+
+
+def test_names_that_are_not_utf8(model, tmp_path):
+    """Of the model's file and of the one with settings: answers hold them all the same, and a client may ask for the one it was told."""
+    folder = os.fsencode(tmp_path)
+    path, config = folder + b"/t\xe9.gguf", folder + b"/e\xe9.json"
+    os.symlink(model, path)
+    with open(config, "w") as file:
+        json.dump({"0-": {"policy": "local_window", "max_cache_size": 64, "min_cache_size": 16, "recent_window": 12}}, file)
+    with serving(path, tmp_path, *FLAGS, "--cache-eviction", "--eviction-config", config) as server:
+        name = server.ask("/v1/models")[1]["data"][0]["id"]
+        assert name == "t\ufffd" and server.ask("/props")[1]["model"] == name
+        answer = server.complete(prompt=WORDS, max_tokens=1, model=name, tlc=True)
+        assert answer["model"] == name
+        for told in (answer["eviction"]["name"], answer["tlc"]["eviction"]["name"], server.ask("/props")[1]["eviction"]["name"]):
+            assert told.endswith("e\ufffd.json")
+        assert [p["model"] for p in server.stream("/v1/completions", prompt="x", max_tokens=1)][0] == name
+    with serving(model, tmp_path, *FLAGS, "--alias", b"a\xe9") as server:
+        assert server.ask("/v1/models")[1]["data"][0]["id"] == "a\ufffd"
 
 
 def test_no_override(model, tmp_path):

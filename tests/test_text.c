@@ -537,6 +537,29 @@ static void test_bad_params(void **state) {
     }
 }
 
+/* What looks back beyond the context looks back as far as the context. */
+static void test_repeat_last_n(void **state) {
+    (void)state;
+    const int32_t last_n[] = {1000, -1, 512, 100};
+    const float logits[] = {1.0f, 0.9f, 0.0f};
+    dt_error error;
+    for (int i = 0; i < 4; i++) {
+        dt_sampler_params params = dt_sampler_default_params();
+        params.temp = 0;
+        params.repeat_penalty = 2;
+        params.repeat_last_n = last_n[i];
+        dt_sampler *sampler = sampler_with(NULL, 3, params); /* of a model of 512 tokens */
+        const int32_t n_seen = last_n[i] == 100 ? 100 : 512;
+        for (int32_t t = 0; t < n_seen; t++) {
+            assert_int_equal(dt_sampler_accept(sampler, t == 0 ? 0 : 2, false, &error), DT_OK);
+        }
+        assert_int_equal(sample(sampler, logits, NULL), 1);
+        assert_int_equal(dt_sampler_accept(sampler, 2, false, &error), DT_OK);
+        assert_int_equal(sample(sampler, logits, NULL), 0);
+        dt_sampler_free(sampler);
+    }
+}
+
 static void test_end_and_padding(void **state) {
     (void)state;
     float logits[N_TINY + 8];
@@ -716,6 +739,7 @@ int main(void) {
         cmocka_unit_test(test_repeat_penalty),
         cmocka_unit_test(test_bad_logits),
         cmocka_unit_test(test_bad_params),
+        cmocka_unit_test(test_repeat_last_n),
         cmocka_unit_test(test_end_and_padding),
         cmocka_unit_test(test_grammar_errors),
         cmocka_unit_test(test_grammar_keeps_to_it),

@@ -26,14 +26,20 @@ _KV_TYPES = {"f16": 0, "int8": 1}
 _PREFILLS = {"full": 0, "streaming": 1}
 _SYNCS = ("nothing", "extended", "rewound", "rebuilt")
 _drafted = weakref.WeakSet()  # replies under way in threads
-_log = None  # the callback must outlive the library's use of it
+_logs = []  # every callback there was: a thread of the library may still be in an earlier one
 
 
 def set_log(function):
     """function(level, line), level 0 (error) to 3 (debug); None = no log."""
-    global _log
-    _log = log_fn(lambda level, line, user: function(level, line.decode("utf-8", "replace"))) if function else log_fn()
-    lib.dt_log_set(_log, None)
+    _logs.append(log_fn(lambda level, line, user: function(level, line.decode("utf-8", "replace"))) if function else log_fn())
+    lib.dt_log_set(_logs[-1], None)
+
+
+def _whole(what, data):
+    """The same bytes, for C, which would cut them at a NUL."""
+    if 0 in data:
+        raise ValueError(f"{what} holds a NUL character, where the library would end it; remove it")
+    return data
 
 
 def _choice(what, choices, name):
@@ -48,9 +54,10 @@ class Model:
     def __init__(self, path, no_mmap=False, device=None, n_device_layers=0, device_split=None, rpc_timeout_s=0):
         """With a device rpc=HOST:PORT a server that goes away ends this process (deeptutor.h, docs/cluster.md)."""
         self._handle = ctypes.c_void_p()
-        params = dt_model_params(no_mmap=no_mmap, device=device.encode() if device else None, n_device_layers=n_device_layers,
-                                 device_split=device_split.encode() if device_split else None, rpc_timeout_s=rpc_timeout_s)
-        call("dt_model_open", os.fsencode(path), params, ctypes.byref(self._handle))
+        split = _whole("device_split", device_split.encode()) if device_split else None
+        params = dt_model_params(no_mmap=no_mmap, device=_whole("device", device.encode()) if device else None,
+                                 n_device_layers=n_device_layers, device_split=split, rpc_timeout_s=rpc_timeout_s)
+        call("dt_model_open", _whole("path", os.fsencode(path)), params, ctypes.byref(self._handle))
         info = lib.dt_model_get_info(self._handle).contents
         self.info = {name: getattr(info, name) for name, _ in info._fields_}
         for name in ("architecture", "name", "weight_type", "device"):
@@ -84,10 +91,11 @@ class Model:
 
     def render_chat(self, messages, template=None, add_assistant=True):
         """messages: [{"role": ..., "content": ...}]; the text that the model's template makes of them."""
-        array = (dt_chat_message * len(messages))(*[(m["role"].encode(), m["content"].encode()) for m in messages])
+        array = (dt_chat_message * len(messages))(*[(_whole("role", m["role"].encode()), _whole("content", m["content"].encode()))
+                                                    for m in messages])
         out = ctypes.c_void_p()
-        call("dt_chat_render", self._handle, template.encode() if template else None, array, len(messages), add_assistant,
-             ctypes.byref(out))
+        source = _whole("template", template.encode()) if template else None
+        call("dt_chat_render", self._handle, source, array, len(messages), add_assistant, ctypes.byref(out))
         text = ctypes.string_at(out).decode("utf-8", "replace")
         lib.dt_free(out)
         return text
@@ -100,7 +108,7 @@ class _Sampler:
             if name not in (field for field, _ in dt_sampler_params._fields_):
                 raise TypeError(f"there is no sampling setting {name}")
             if value is not None:
-                setattr(params, name, value.encode() if isinstance(value, str) else value)
+                setattr(params, name, _whole(name, value.encode()) if isinstance(value, str) else value)
         self.handle = ctypes.c_void_p()
         call("dt_sampler_new", model._handle, ctypes.byref(params), ctypes.byref(self.handle))
 
@@ -189,7 +197,7 @@ class Session:
     """One conversation with its KV cache.
 
     eviction: None (nothing is evicted), a preset's name ("chat", "docqa", "code", "summary") or a dict as in docs/eviction-config.md;
-    max_cache_size and min_cache_size override it. kv_memory: bytes that the cache never exceeds.
+    max_cache_size and min_cache_size override it; like prefill="streaming" they need it. kv_memory: bytes that the cache never exceeds.
     """
 
     def __init__(self, model, n_ctx=0, n_batch=0, threads=0, kv_type="f16", prefill="full", eviction=None, max_cache_size=0,
@@ -198,6 +206,9 @@ class Session:
         self.last_sync = None
         self.seed = None
         self._handle = ctypes.c_void_p()
+        if eviction is None and (max_cache_size > 0 or min_cache_size >= 0 or prefill == "streaming"):
+            raise ValueError('max_cache_size, min_cache_size and prefill="streaming" change nothing without eviction; '
+                             'add eviction="chat", or leave them out')
         settings = self._eviction(eviction, max_cache_size, min_cache_size)
         params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=threads, kv_type=_choice("kv_type", _KV_TYPES, kv_type),
                                    prefill=_choice("prefill", _PREFILLS, prefill), eviction=settings, kv_memory=kv_memory)
@@ -216,7 +227,7 @@ class Session:
             return None
         out = ctypes.c_void_p()
         if isinstance(eviction, str):
-            call("dt_eviction_from_preset", self.model._handle, eviction.encode(), ctypes.byref(out))
+            call("dt_eviction_from_preset", self.model._handle, _whole("eviction", eviction.encode()), ctypes.byref(out))
         else:
             text = json.dumps(eviction).encode()
             call("dt_eviction_from_text", self.model._handle, b"eviction", text, len(text), ctypes.byref(out))
@@ -301,7 +312,7 @@ class Session:
         return numbers
 
     def save(self, path):
-        call("dt_session_save", self._handle, None, os.fsencode(path))
+        call("dt_session_save", self._handle, None, _whole("path", os.fsencode(path)))
 
     def load(self, path):
-        call("dt_session_load", self._handle, None, os.fsencode(path))
+        call("dt_session_load", self._handle, None, _whole("path", os.fsencode(path)))

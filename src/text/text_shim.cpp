@@ -704,7 +704,8 @@ dt_status dt_text_chain_new(int32_t n_vocab, int32_t n_ctx, const dt_sampler_par
         llama_sampler_chain_params chain_params = llama_sampler_chain_default_params();
         chain_params.no_perf = true;
         llama_sampler *chain = llama_sampler_chain_init(chain_params);
-        const int32_t last_n = params->repeat_last_n < 0 ? n_ctx : params->repeat_last_n;
+        /* the penalty's list has room for all of them from the start, however short the text */
+        const int32_t last_n = params->repeat_last_n < 0 ? n_ctx : std::min(params->repeat_last_n, n_ctx);
         llama_sampler_chain_add(chain, llama_sampler_init_penalties(n_vocab, last_n, params->repeat_penalty, 0.0f, 0.0f));
         if (params->temp > 0.0f) {
             llama_sampler_chain_add(chain, llama_sampler_init_top_k(params->top_k));
