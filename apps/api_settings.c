@@ -2,6 +2,7 @@
  * What a body says beside its prompts: sampling, constraints, eviction, length, stops, logprobs. See api_reader.h.
  */
 #define _POSIX_C_SOURCE 200809L /* strdup */
+#include "json_parts.h"
 #include "api_reader.h"
 
 #include <stdio.h>
@@ -64,7 +65,7 @@ static bool take_schema(dt_reader *r, const json_t *schema, dt_constraints *out)
         return dt_reader_refuse(r, 400, "a JSON schema must be an object");
     }
     free(out->json_schema);
-    out->json_schema = json_dumps(schema, JSON_COMPACT);
+    out->json_schema = dt_json_dump(schema, JSON_COMPACT);
     return out->json_schema != NULL || dt_reader_no_memory(r);
 }
 
@@ -188,7 +189,7 @@ static bool make_eviction(dt_reader *r, const json_t *object, dt_job *job, char 
     dt_eviction *eviction = NULL;
     dt_status status;
     if (config != NULL) {
-        char *text = *out_extra = json_dumps(config, JSON_COMPACT);
+        char *text = *out_extra = dt_json_dump(config, JSON_COMPACT);
         if (text == NULL) {
             return dt_reader_no_memory(r);
         }

@@ -17,7 +17,7 @@ static json_t *text_json(const char *text, size_t n) { return dt_json_bytes(text
 
 /* JSON that is thrown away after. NULL: out of memory. */
 static char *dump(json_t *json) {
-    char *text = json != NULL ? json_dumps(json, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
+    char *text = json != NULL ? dt_json_dump(json, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
     json_decref(json);
     return text;
 }

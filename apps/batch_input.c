@@ -236,7 +236,7 @@ static void read_short(dt_batch_row *row, json_t *object) {
 }
 
 static void check_repeated(dt_batch_input *in, dt_batch_row *row) {
-    char *key = row->id != NULL ? json_dumps(row->id, JSON_ENCODE_ANY | JSON_COMPACT) : NULL;
+    char *key = row->id != NULL ? dt_json_dump(row->id, JSON_ENCODE_ANY | JSON_COMPACT) : NULL;
     const json_t *before = key != NULL ? json_object_get(in->seen, key) : NULL;
     if (before != NULL) {
         refuse(row, "its id is that of row %lld", (long long)json_integer_value(before));
@@ -514,7 +514,7 @@ dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, jso
         dt_json_set(&object, "line", json_integer(row->number));
         dt_json_set(&object, "settings", json_string(o->settings));
     }
-    char *text = object != NULL ? json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
+    char *text = object != NULL ? dt_json_dump(object, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
     json_decref(object);
     if (text == NULL) {
         return no_memory(error);

@@ -505,7 +505,7 @@ static bool print_json(const bench *b) {
     json_t *all =
         json_pack("{so ss ss sI sf so}", "model", dt_json_text(b->options->shared.model), "arch", info->architecture, "weight_type",
                   info->weight_type, "weight_bytes", (json_int_t)info->weight_bytes, "read_bandwidth", b->bandwidth, "rows", rows);
-    char *text = json_dumps(all, JSON_INDENT(2));
+    char *text = dt_json_dump(all, JSON_INDENT(2));
     json_decref(all);
     if (text != NULL) {
         printf("%s\n", text);

@@ -315,7 +315,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
     }
     dt_report_progress_end();
     if (status == DT_OK && file != NULL) {
-        char *text = json_dumps(e->result, (c->run == eval_calibrate ? JSON_COMPACT : JSON_INDENT(2)) | JSON_REAL_PRECISION(9));
+        char *text = dt_json_dump(e->result, (c->run == eval_calibrate ? JSON_COMPACT : JSON_INDENT(2)) | JSON_REAL_PRECISION(9));
         status = text != NULL ? dt_stats_file_write_text(file, text, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
         free(text);
     }

@@ -1,6 +1,7 @@
 /*
  * What deeptutor-eval compares: the settings that flags ask for, or those of a file, which share one reading of each text.
  */
+#include "json_parts.h"
 #include "eval.h"
 #include "run.h"
 
@@ -81,7 +82,7 @@ static dt_status read_eviction(const eval *e, const json_t *row, dt_eviction **o
     if (!json_is_object(config)) {
         return dt_shared_options_eviction(&shared, e->model, out, error);
     }
-    char *text = json_dumps(config, JSON_COMPACT);
+    char *text = dt_json_dump(config, JSON_COMPACT);
     dt_status status = text != NULL ? dt_eviction_from_text(e->model, "config", text, strlen(text), out, error)
                                     : eval_fail(error, DT_ERR_MEMORY, "out of memory");
     free(text);

@@ -24,4 +24,17 @@ json_t *dt_json_bytes(const char *text, size_t n) {
     return json;
 }
 
+char *dt_json_dump(const json_t *json, size_t flags) {
+    const size_t n = json != NULL ? json_dumpb(json, NULL, 0, flags) : 0;
+    char *text = n > 0 ? malloc(n + 1) : NULL;
+    if (text != NULL && json_dumpb(json, text, n, flags) != n) {
+        free(text);
+        return NULL;
+    }
+    if (text != NULL) {
+        text[n] = 0;
+    }
+    return text;
+}
+
 json_t *dt_json_text(const char *text) { return dt_json_bytes(text, strlen(text)); }

@@ -14,5 +14,8 @@ void dt_json_append(json_t **whole, json_t *part);
  * NULL: out of memory. */
 json_t *dt_json_text(const char *text);
 json_t *dt_json_bytes(const char *text, size_t n);
+/* As json_dumps, whose text lacks a quotation mark here and there where memory ran out while it grew (jansson 2.14 doesn't look
+ * whether a key could be written): here its length is found first. NULL: out of memory, or json is NULL. free() */
+char *dt_json_dump(const json_t *json, size_t flags);
 
 #endif

@@ -441,7 +441,7 @@ static bool write_all(const char *path, const char *text) {
 dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
                               dt_error *error) {
     json_t *root = json_stats(numbers, model, session);
-    char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(15)); /* 17 digits would show what rounding left over */
+    char *text = dt_json_dump(root, JSON_INDENT(2) | JSON_REAL_PRECISION(15)); /* 17 digits would show what rounding left over */
     json_decref(root);
     if (text == NULL) {
         return cannot_write(error, file->path, ENOMEM);

@@ -89,7 +89,7 @@ char *dt_tlc_json(const dt_model *model, const dt_job *job, const dt_session *se
         dt_json_set(&json, "strip_tokens", json_integer((json_int_t)n_tokens));
     }
     dt_json_set(&json, "layers", layers);
-    char *text = json != NULL ? json_dumps(json, JSON_COMPACT | JSON_REAL_PRECISION(6)) : NULL;
+    char *text = json != NULL ? dt_json_dump(json, JSON_COMPACT | JSON_REAL_PRECISION(6)) : NULL;
     json_decref(json);
     return text;
 }

@@ -218,7 +218,13 @@ dt_status dt_calibration_config(const dt_calibration *c, int32_t total_cache_siz
         json_decref(entry);
     }
     json_t *config = json_pack("{ss si so}", "budget", "adaptive", "total_cache_size", total_cache_size, "layers", layers);
-    *out = work != NULL && config != NULL ? json_dumps(config, JSON_COMPACT | JSON_REAL_PRECISION(5)) : NULL;
+    const size_t flags = JSON_COMPACT | JSON_REAL_PRECISION(5), length = work != NULL ? json_dumpb(config, NULL, 0, flags) : 0;
+    *out = length > 0 ? calloc(length + 1, 1)
+                      : NULL; /* not json_dumps: where memory ends while its text grows, it goes on without a part */
+    if (*out != NULL && json_dumpb(config, *out, length, flags) != length) {
+        free(*out);
+        *out = NULL;
+    }
     json_decref(config);
     free(work);
     return *out != NULL ? DT_OK : dt_fail_memory(error, bytes, "the calibration");
