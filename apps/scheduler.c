@@ -277,6 +277,9 @@ static void *run(void *user) {
         end_cancelled(s, cancel_all);
         dt_sequence_remove_ended(s);
         if (stopping && s->n_active == 0) {
+            pthread_mutex_lock(&s->lock);
+            s->stats.n_running = 0; /* dt_scheduler_stop waits for it */
+            pthread_mutex_unlock(&s->lock);
             return NULL;
         }
         admit(s);
