@@ -119,7 +119,8 @@ def test_same_tokens(model, servers, tmp_path, config):
     there = stats(model, tmp_path, *flags, "--device", both_of(servers))
     assert there["device"] == f"{servers[0].address} (layers 0-1), {servers[1].address} (layers 2-3)"
     assert there["generated_token_ids"] == same_operators["generated_token_ids"]
-    assert there["generated_token_ids"][:100] == here["generated_token_ids"][:100]  # own kernels round otherwise: till a tie comes
+    if config is not SCORED:  # where a cache is elsewhere, scores take the last 32 queries at once, each for as much
+        assert there["generated_token_ids"][:100] == here["generated_token_ids"][:100]  # own kernels round otherwise: till a tie
     lengths = [[layer["length"] for layer in s["layers"]] for s in (here, same_operators, there)]
     assert lengths[0] == lengths[1] == lengths[2]
     assert there["eviction"]["evicted_tokens"] == here["eviction"]["evicted_tokens"]
@@ -254,8 +255,9 @@ def test_server_usage(tmp_path):
         fails(1, b"can't be listened at: Address already in use", "-p", str(taken.getsockname()[1]))
     fails(2, b"error: example.invalid:50052 can't be listened at: give an IPv4 address", "--host", "example.invalid")
     fails(2, b"'10.0.0.1' is no flag; --help lists all", "10.0.0.1")
-    fails(1, b"is no folder", "-c", str(tmp_path / "no"))
-    fails(2, b"no device 'toaster'", "-d", "toaster")
+    port = str(free_port())
+    fails(1, b"is no folder", "-p", port, "-c", str(tmp_path / "no"))
+    fails(2, b"no device 'toaster'", "-p", port, "-d", "toaster")
     fails(2, b"between 1 and 65535", "-p", "0")
 
 
