@@ -402,7 +402,7 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
                     b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots, more);
 }
 
-static int32_t n_sharing(const dt_eviction *eviction) {
+static int32_t sharing_layers(const dt_eviction *eviction) {
     int32_t n = 0;
     for (int32_t i = 0; i < eviction->n_layers; i++) {
         n += eviction->requests[i].policy != NULL;
@@ -428,7 +428,7 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
     size_t length = 0;
     if (eviction->total_cache_size > 0) {
         length = (size_t)snprintf(text, bytes, "TLC: budget adaptive, %d tokens over all layers, %d a layer on average\n",
-                                  eviction->total_cache_size, eviction->total_cache_size / DT_MAX(n_sharing(eviction), 1));
+                                  eviction->total_cache_size, eviction->total_cache_size / DT_MAX(sharing_layers(eviction), 1));
     }
     for (int32_t i = 0, end; i < eviction->n_layers; i = end) {
         end = run_end(eviction, i);
