@@ -2,8 +2,8 @@
  * What a body says beside its prompts: sampling, constraints, eviction, length, stops, logprobs. See api_reader.h.
  */
 #define _POSIX_C_SOURCE 200809L /* strdup */
-#include "json_parts.h"
 #include "api_reader.h"
+#include "json_parts.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -13,8 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static json_t *text_json(const char *text, size_t n) { return dt_json_bytes(text, n); }
-
 /* JSON that is thrown away after. NULL: out of memory. */
 static char *dump(json_t *json) {
     char *text = json != NULL ? dt_json_dump(json, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
@@ -104,7 +102,7 @@ static json_t *chat_token(const dt_api *api, int32_t token, float logprob) {
     for (size_t i = 0; i < n; i++) {
         dt_json_append(&list, json_integer((unsigned char)bytes[i]));
     }
-    return json_pack("{s:o,s:f,s:o}", "token", text_json(bytes, n), "logprob", finite_logprob(logprob), "bytes", list);
+    return json_pack("{s:o,s:f,s:o}", "token", dt_json_bytes(bytes, n), "logprob", finite_logprob(logprob), "bytes", list);
 }
 
 static json_t *chat_logprobs(const dt_api *api, const dt_job *job, const delta *d) {
@@ -228,7 +226,8 @@ static void copy_prompt(const dt_api *api, const dt_job *job, char *text, size_t
 
 static json_t *completion_choice(const dt_api *api, const dt_request *request, const dt_job *job, const delta *d, int index,
                                  bool first) {
-    const size_t n_prompt = request->echo ? prompt_length(api, job) : 0, n_echo = first ? n_prompt : 0;
+    const bool counts = request->echo && (first || job->logprobs); /* offsets too are those behind the prompt */
+    const size_t n_prompt = counts ? prompt_length(api, job) : 0, n_echo = first ? n_prompt : 0;
     char *text = malloc(n_echo + d->n_text + 1);
     if (text == NULL) {
         return NULL;
@@ -238,15 +237,15 @@ static json_t *completion_choice(const dt_api *api, const dt_request *request, c
     }
     memcpy(text + n_echo, d->text, d->n_text);
     json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, request->echo && first, n_prompt) : json_null();
-    json_t *json = json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", text_json(text, n_echo + d->n_text), "logprobs", logprobs,
-                             "finish_reason", finish_json(d->finish));
+    json_t *json = json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", dt_json_bytes(text, n_echo + d->n_text), "logprobs",
+                             logprobs, "finish_reason", finish_json(d->finish));
     free(text);
     return json;
 }
 
 static json_t *chat_choice(const dt_api *api, const dt_job *job, const delta *d, int index) {
     return json_pack("{s:i,s:{s:s,s:o},s:o,s:o}", "index", index, "message", "role", "assistant", "content",
-                     text_json(d->text, d->n_text), "logprobs", job->logprobs ? chat_logprobs(api, job, d) : json_null(),
+                     dt_json_bytes(d->text, d->n_text), "logprobs", job->logprobs ? chat_logprobs(api, job, d) : json_null(),
                      "finish_reason", finish_json(d->finish));
 }
 
@@ -376,7 +375,7 @@ static bool text_of_tokens(const dt_api *api, const json_t *list, json_t **out) 
     for (size_t i = 0, at = 0; text != NULL && i < n_tokens; i++) {
         at += bytes_of(api, (int32_t)json_integer_value(json_array_get(list, i)), text + at, n - at);
     }
-    *out = text != NULL ? text_json(text, n) : NULL;
+    *out = text != NULL ? dt_json_bytes(text, n) : NULL;
     free(text);
     return true;
 }
@@ -529,8 +528,8 @@ static void add_chat_delta(const dt_stream *stream, dt_text *out, const dt_job *
     }
     if (d->n_text > 0 || d->n_records > 0) {
         add_chunk(stream, out,
-                  json_pack("{s:i,s:{s:o},s:o,s:n}", "index", index, "delta", "content", text_json(d->text, d->n_text), "logprobs",
-                            job->logprobs ? chat_logprobs(stream->api, job, d) : json_null(), "finish_reason"));
+                  json_pack("{s:i,s:{s:o},s:o,s:n}", "index", index, "delta", "content", dt_json_bytes(d->text, d->n_text),
+                            "logprobs", job->logprobs ? chat_logprobs(stream->api, job, d) : json_null(), "finish_reason"));
     }
     if (d->finish != DT_FINISH_NONE && d->finish != DT_FINISH_ERROR) {
         add_chunk(stream, out,

@@ -3,6 +3,7 @@
  */
 #include "conversations_internal.h"
 #include "report.h"
+#include "utf8.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -84,8 +85,15 @@ dt_status dt_conversations_new(const dt_conversations_params *params, dt_convers
     all->params = *params;
     all->folder_lock = -1;
     const dt_model_info *info = dt_model_get_info(params->model);
-    snprintf(all->identity, sizeof all->identity, "%s %.60s %s %d %llu %llu", info->architecture, info->name, info->weight_type,
+    size_t n_name = 0;
+    char *name = dt_repair_utf8(info->name, dt_whole_characters(info->name, strnlen(info->name, 60)), &n_name); /* for JSON */
+    if (name == NULL) {
+        dt_conversations_free(all, false);
+        return no_memory(error);
+    }
+    snprintf(all->identity, sizeof all->identity, "%s %s %s %d %llu %llu", info->architecture, name, info->weight_type,
              (int)info->n_vocab, (unsigned long long)info->n_params, (unsigned long long)info->weight_bytes);
+    free(name);
     if (params->folder != NULL) {
         dt_status status = dt_conversations_open_folder(all, error);
         if (status == DT_OK && strcmp(info->device, "cpu") == 0) { /* others may not be read while they compute */

@@ -1,8 +1,8 @@
 /*
  * What deeptutor-eval compares: the settings that flags ask for, or those of a file, which share one reading of each text.
  */
-#include "json_parts.h"
 #include "eval.h"
+#include "json_parts.h"
 #include "run.h"
 
 #include <stdlib.h>

@@ -14,12 +14,11 @@ import time
 
 import pytest
 
-from server_support import MAKE_MODEL, SANITIZED, SERVER, Server, make_tiny, serving, text_of
+from server_support import FLAGS, MAKE_MODEL, SANITIZED, SERVER, Server, make_tiny, serving, text_of
 
 pytestmark = pytest.mark.skipif(not os.access(SERVER, os.X_OK) or not os.access(MAKE_MODEL, os.X_OK),
                                 reason="DT_SERVER or DT_MAKE_MODEL names no program")
 
-FLAGS = ("--chat-template", "chatml", "-np", "4", "--queue", "16", "-b", "64", "--kernel", "reference", "--ignore-eos", "--idle", "16")
 WORDS = "The quick brown fox jumps over the lazy dog while seven wizards wait. "
 
 

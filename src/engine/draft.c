@@ -7,9 +7,9 @@
  * that were wrong.
  */
 #include "engine/draft.h"
-#include "graph/device_cache.h"
 #include "engine/lookup.h"
 #include "engine/session.h"
+#include "graph/device_cache.h"
 
 #include <stdlib.h>
 #include <string.h>

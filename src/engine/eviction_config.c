@@ -292,7 +292,6 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
     }
     const size_t n = (size_t)eviction->n_layers;
     const bool spared_windows = eviction->spares_windows, shared = eviction->total_cache_size > 0;
-    int64_t n_sharing = 0;
     eviction->spares_windows = spared_windows && max_cache_size == 0;
     dt_eviction_request *requests = malloc(n * sizeof *requests);
     dt_budget *budgets = calloc(n, sizeof *budgets);
@@ -309,10 +308,10 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
         if (status == DT_OK && spares_window(eviction, &budgets[i], eviction->windows[i])) {
             budgets[i] = (dt_budget){0};
         }
-        n_sharing += budgets[i].policy != NULL;
         fit_slots(&budgets[i], eviction->windows[i]);
     }
     const int64_t least = dt_eviction_least_total(budgets, status == DT_OK ? eviction->n_layers : 0);
+    const int64_t n_sharing = dt_budgets_that_evict(budgets, status == DT_OK ? eviction->n_layers : 0);
     const int64_t total =
         shared && max_cache_size > 0 ? DT_MIN(max_cache_size * n_sharing, (int64_t)INT32_MAX) : eviction->total_cache_size;
     if (status == DT_OK && shared && least > total) {
@@ -402,14 +401,6 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
                     b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots, more);
 }
 
-static int32_t sharing_layers(const dt_eviction *eviction) {
-    int32_t n = 0;
-    for (int32_t i = 0; i < eviction->n_layers; i++) {
-        n += eviction->requests[i].policy != NULL;
-    }
-    return n;
-}
-
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {
     *out = NULL;
     char range[32];
@@ -427,8 +418,9 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
     }
     size_t length = 0;
     if (eviction->total_cache_size > 0) {
+        const int32_t n_sharing = dt_budgets_that_evict(eviction->budgets, eviction->n_layers);
         length = (size_t)snprintf(text, bytes, "TLC: budget adaptive, %d tokens over all layers, %d a layer on average\n",
-                                  eviction->total_cache_size, eviction->total_cache_size / DT_MAX(sharing_layers(eviction), 1));
+                                  eviction->total_cache_size, eviction->total_cache_size / DT_MAX(n_sharing, 1));
     }
     for (int32_t i = 0, end; i < eviction->n_layers; i = end) {
         end = run_end(eviction, i);

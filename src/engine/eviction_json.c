@@ -563,10 +563,7 @@ static dt_status read_shared(reader *r, json_t *root) {
 
 /* Layers that keep everything have no part in a shared budget. */
 static void share_total(dt_eviction *e) {
-    int32_t n_sharing = 0;
-    for (int32_t i = 0; i < e->n_layers; i++) {
-        n_sharing += e->requests[i].policy != NULL;
-    }
+    const int32_t n_sharing = dt_budgets_that_evict(e->budgets, e->n_layers);
     for (int32_t i = 0; n_sharing > 0 && i < e->n_layers; i++) {
         e->requests[i].shared_average = e->total_cache_size / n_sharing;
         e->budgets[i] = dt_eviction_complete(&e->requests[i]);

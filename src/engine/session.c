@@ -126,10 +126,10 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
  * Not where the budget is as large as the context: then nothing is to be evicted within it. */
 static void bound_lanes(const dt_session *s, dt_budget *budgets, int32_t total) {
     const int32_t n_layers = s->model->info.n_layers, n_ctx = s->params.n_ctx;
-    int32_t n_sharing = 0, room = DT_MAX(DT_MIN(s->params.n_batch, n_ctx / 8), LEAST_CHUNK);
+    const int32_t n_sharing = dt_budgets_that_evict(budgets, n_layers);
+    int32_t room = DT_MAX(DT_MIN(s->params.n_batch, n_ctx / 8), LEAST_CHUNK);
     bool repeats = false;
     for (int32_t i = 0; i < n_layers; i++) {
-        n_sharing += budgets[i].policy != NULL;
         repeats = repeats || dt_policy_repeats(budgets[i].policy);
     }
     room += repeats ? DT_MIN(room, DT_REPEAT_CHUNK) : 0; /* find_headroom */

@@ -164,11 +164,7 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
         return dt_replace_check(path, 0, error);
     }
     const dt_model_info *info = &session->model->info;
-    const int32_t total = dt_kv_total_cache_size(session->kv);
-    int32_t n_sharing = 0;
-    for (int32_t layer = 0; layer < info->n_layers; layer++) {
-        n_sharing += dt_kv_layer(session->kv, layer)->budget.policy != NULL;
-    }
+    const int32_t total = dt_kv_total_cache_size(session->kv), n_sharing = dt_kv_layers_that_evict(session->kv);
     uint64_t bytes = sizeof(dt_session_header) + (uint64_t)n_tokens * sizeof(int32_t) + (uint64_t)info->n_vocab * sizeof(float);
     for (int32_t layer = 0; layer < info->n_layers; layer++) {
         const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);

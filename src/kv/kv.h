@@ -141,6 +141,7 @@ size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, con
 /* The same for a cache that is there. */
 size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *longest);
 int32_t dt_kv_total_cache_size(const dt_kv *kv); /* as in dt_kv_set_budgets */
+int32_t dt_kv_layers_that_evict(const dt_kv *kv);
 
 /* ---- plain columns, for files (plain.c) ---- */
 

@@ -84,11 +84,16 @@ double dt_kv_shared_length(const dt_kv *kv) {
     return total;
 }
 
-int64_t dt_kv_shared_room(const dt_kv *kv) {
-    int32_t n_sharing = 0;
-    for (int32_t i = 0; kv->total_cache_size > 0 && i < kv->n_layers; i++) {
-        n_sharing += kv->layers[i].params.budget.policy != NULL;
+int32_t dt_kv_layers_that_evict(const dt_kv *kv) {
+    int32_t n = 0;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        n += kv->layers[i].params.budget.policy != NULL;
     }
+    return n;
+}
+
+int64_t dt_kv_shared_room(const dt_kv *kv) {
+    const int32_t n_sharing = kv->total_cache_size > 0 ? dt_kv_layers_that_evict(kv) : 0;
     return n_sharing > 0 ? (int64_t)floor((kv->total_cache_size - dt_kv_shared_length(kv)) / n_sharing) : INT64_MAX;
 }
 

@@ -92,6 +92,14 @@ static inline bool dt_budget_needs_mass(const dt_budget *budget) {
 }
 /* Whether peaks are to be kept. */
 static inline bool dt_budget_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
+/* How many of n layers evict: those have a part in a budget that is shared. */
+static inline int32_t dt_budgets_that_evict(const dt_budget *budgets, int32_t n) {
+    int32_t n_evicting = 0;
+    for (int32_t i = 0; i < n; i++) {
+        n_evicting += budgets[i].policy != NULL;
+    }
+    return n_evicting;
+}
 /* NULL when there is none of that name. score_name: NULL = the name's first. */
 const dt_policy *dt_policy_find(const char *name, const char *score_name);
 const dt_policy *const *dt_policies(int32_t *n);

@@ -17,6 +17,7 @@ MAKE_MODEL = os.environ.get("DT_MAKE_MODEL", "")
 MODEL = os.environ.get("DT_TEST_MODEL", "")
 TEXT = os.environ.get("DT_TEST_TEXT", "")
 SANITIZED = "DT_SANITIZE" in os.environ  # slow, reserves terabytes of addresses, holds back what was freed
+FLAGS = ("--chat-template", "chatml", "-np", "4", "--queue", "16", "-b", "64", "--kernel", "reference", "--ignore-eos", "--idle", "16")
 
 
 def make_tiny(path, *extra):
