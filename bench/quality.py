@@ -37,7 +37,6 @@ GENRES = ("prose", "reference", "code", "dialogue")
 CORPUS = "chatterbot-corpus==1.3.3"
 PIECE_CHARS = 26000, 53000  # more than 4,353 tokens of any of the texts, and than 8,320 (dialogues less)
 KEPT = (0.25, 0.125)
-CONTINUATION = 128
 QUOTE = 0.2  # depth of what is quoted: outside of any window compared
 SMALL = 128  # a budget where little but pins is left
 NEEDLE_CONTEXT = 2000
@@ -219,7 +218,7 @@ def layers_of(calibration):
 def runs(options, folder, files):
     """(turn, kind, name, arguments): in every turn a piece of each kind of text, and what else is measured a few times less."""
     def compare(kind, file):
-        return ("kld", "-f", file, "--context", options.context, "--continuation", CONTINUATION, "--chunks", 1,
+        return ("kld", "-f", file, "--context", options.context, "--continuation", options.continuation, "--chunks", 1,
                 "--settings", folder / ("%s-settings.json" % kind))
 
     for i in range(options.pieces):
@@ -275,13 +274,13 @@ def order(item):
     return ("once", "always", "quoted").index(evict), -float(kept)
 
 
-def kld_table(folder, context):
+def kld_table(folder, options):
     found = rows_of(folder, "kld")
     if not found:
         return []
     lines = ["## Divergence", "",
              "%d tokens, then %d. once: compressed once, the text goes on; always: as serving does; quoted: compressed once, "
-             "then a passage from depth %g again." % (context, CONTINUATION, QUOTE), "",
+             "then a passage from depth %g again." % (options.context, options.continuation, QUOTE), "",
              "| evict | kept | method | pieces | KLD | top-1 | worst piece | less than the window | better on | %s |" % (
                  " | ".join(GENRES)),
              "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |%s" % (" ---: |" * len(GENRES))]
@@ -386,6 +385,7 @@ def main():
     parser.add_argument("--serving", type=int, default=2, help="of these, compared as serving does too, token by token: slow (2)")
     parser.add_argument("--context", type=int, default=2048, help="tokens read, at most 8064, where presets are as large as they are; "
                         "a DIR of its own for each (2048)")
+    parser.add_argument("--continuation", type=int, default=128, help="tokens compared after them (128)")
     parser.add_argument("--samples", type=int, default=16, help="texts with needles")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="print the tables of what is there, and measure nothing")
@@ -394,7 +394,7 @@ def main():
     if not options.table:
         measure(options)
     folder = pathlib.Path(options.output)
-    lines = kld_table(folder, options.context) + needles_table(folder) + presets_table(folder) + comparisons(folder)
+    lines = kld_table(folder, options) + needles_table(folder) + presets_table(folder) + comparisons(folder)
     print("\n".join(lines))
     if options.results:
         write_results(options, lines)
