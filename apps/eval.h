@@ -18,7 +18,7 @@ typedef struct eval_options {
     dt_shared_options shared; /* first: the shared tables' offsets */
     const char *file, *json, *policy, *kept, *settings, *input, *chat_template;
     int64_t n_context, n_continuation, n_chunks, n_samples, n_needles, n_predict, n_times;
-    int64_t evict, question, form, score, budget;                          /* choices */
+    int64_t evict, question, form, score, budget;                          /* choices; score and budget below 0: not given */
     double depth_low, depth_high, quote;                                   /* quote below 0: not given */
     double min_exact, min_rouge, min_agreement, min_speedup, max_kv_share; /* below 0: not given */
     int64_t seed;
@@ -73,8 +73,9 @@ dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval
                                dt_error *error);
 /* Kept entries, memory slots included, over all layers and lanes, as a share of the tokens so far. */
 double eval_kept_share(const eval *e, const dt_session *session);
+const char *eval_evict_word(dt_evict evict);
 /* Shows progress; false after Ctrl-C. */
-bool eval_progress(int64_t done, int64_t total, const dt_session *session);
+bool eval_progress(int64_t done, int64_t total);
 /* The same while a text is read, which is one of the things to do: user is int64_t[2], how many are done, and how many there are. */
 bool eval_on_prefill(int64_t done, int64_t total, void *user);
 /* Puts the settings' rows into the result; a single one is the result. Takes rows over. */

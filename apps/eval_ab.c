@@ -150,11 +150,16 @@ static dt_status tokenize(const ab_run *r, const json_t *row, prompt *out, dt_er
     return status;
 }
 
+static int64_t context_of(const ab_run *r) {
+    const int64_t n_ctx = r->e->options->shared.n_ctx;
+    return n_ctx > 0 ? n_ctx : dt_model_get_info(r->e->model)->n_ctx_train;
+}
+
 /* Tokens of all prompts; those that don't fit are an error, or left out. */
 static dt_status prepare_prompts(ab_run *r, dt_error *error) {
     const eval_options *o = r->e->options;
     const size_t n = json_array_size(r->e->rows);
-    const int64_t room = o->shared.n_ctx > 0 ? o->shared.n_ctx : dt_model_get_info(r->e->model)->n_ctx_train;
+    const int64_t room = context_of(r);
     const int64_t to_come = o->n_predict > 0 ? o->n_predict : 1;
     r->prompts = calloc(n, sizeof *r->prompts);
     if (r->prompts == NULL) {
@@ -229,8 +234,9 @@ static dt_status generate(const ab_run *r, const prompt *p, dt_session *session,
     for (size_t i = 0; i < p->n && status == DT_OK; i++) {
         status = dt_sampler_accept(sampler, p->tokens[i], false, error);
     }
-    if (status == DT_OK) {
-        status = dt_generate(session, sampler, r->e->options->n_predict, on_token, out, NULL, error);
+    if (status == DT_OK) { /* both sides up to the context, though the evicting one could go on past it */
+        const int64_t n_predict = r->e->options->n_predict, room = context_of(r) - (int64_t)p->n;
+        status = dt_generate(session, sampler, n_predict < 0 ? room : n_predict, on_token, out, NULL, error);
     }
     dt_sampler_free(sampler);
     if (status == DT_OK && out->out_of_memory) {

@@ -14,8 +14,7 @@ typedef struct calibration {
     eval *e;
     dt_calibration *learned;
     double *kept; /* [all lanes] summed over pieces */
-    int32_t n_layers;
-    const int32_t *n_kv_heads;
+    const dt_model_info *info;
 } calibration;
 
 static dt_status measure_piece(calibration *c, int64_t index, dt_error *error) {
@@ -35,8 +34,8 @@ static dt_status measure_piece(calibration *c, int64_t index, dt_error *error) {
         status = dt_session_fork(base, c->e->settings[0].eviction, DT_EVICT_ONCE, &shared, error);
     }
     double *kept = c->kept;
-    for (int32_t i = 0; i < c->n_layers && status == DT_OK; i++) {
-        for (int32_t j = 0; j < c->n_kv_heads[i] && status == DT_OK; j++) {
+    for (int32_t i = 0; i < c->info->n_layers && status == DT_OK; i++) {
+        for (int32_t j = 0; j < c->info->n_kv_heads[i] && status == DT_OK; j++) {
             int32_t *positions = NULL;
             size_t n = 0;
             status = dt_session_kept_positions(shared, i, j, &positions, &n, error);
@@ -55,7 +54,7 @@ static dt_status make_config(const calibration *c, dt_error *error) {
     const eval_setting *setting = &c->e->settings[0];
     const int64_t average =
         setting->kept > 0 ? (int64_t)(setting->kept * (double)c->e->options->n_context) : c->e->options->shared.max_cache_size;
-    const dt_status status = dt_calibration_config(c->learned, (int32_t)(average * c->n_layers), &text, error);
+    const dt_status status = dt_calibration_config(c->learned, (int32_t)average, &text, error);
     if (status != DT_OK) {
         return status;
     }
@@ -68,9 +67,9 @@ static dt_status make_config(const calibration *c, dt_error *error) {
 static void report(const calibration *c) {
     const double *kept = c->kept;
     printf("| layer | tokens kept by each KV head |\n| ---: | --- |\n");
-    for (int32_t i = 0; i < c->n_layers; i++) {
+    for (int32_t i = 0; i < c->info->n_layers; i++) {
         printf("| %d |", i);
-        for (int32_t j = 0; j < c->n_kv_heads[i]; j++) {
+        for (int32_t j = 0; j < c->info->n_kv_heads[i]; j++) {
             printf(" %.0f", *kept++ / (double)c->e->options->n_chunks);
         }
         printf(" |\n");
@@ -80,7 +79,7 @@ static void report(const calibration *c) {
 dt_status eval_calibrate(eval *e, dt_error *error) {
     const eval_options *o = e->options;
     const dt_model_info *info = dt_model_get_info(e->model);
-    calibration c = {.e = e, .n_layers = info->n_layers, .n_kv_heads = info->n_kv_heads};
+    calibration c = {.e = e, .info = info};
     if (e->n_text < (size_t)(o->n_chunks * o->n_context)) { /* pieces that overlap would teach little */
         return eval_too_short(e, (size_t)o->n_chunks, (size_t)o->n_context, error);
     }

@@ -1,9 +1,8 @@
 /*
  * deeptutor-eval kld: how far the next-token distributions after eviction are from those of the full cache.
  *
- * A chunk of the text is read as context; then its continuation is fed token by token to the full cache and to a fork of it under
- * each setting; or, of settings that quote, a passage of the context is fed again, which only a cache that still has it can go on
- * with. After every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token
+ * A chunk of the text is read as context; then its continuation is fed to the full cache and to a fork of it under each setting; or,
+ * of settings that quote, a passage of the context is fed again, which only a cache that still has it can go on with. After every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token
  * likeliest, and the negative log likelihood that each gives to the token that follows. Means are over tokens, then over chunks;
  * the standard error is that of the mean over chunks.
  */
@@ -18,11 +17,20 @@ typedef struct chunk_sums {
     double kld, same, nll, nll_full, kept;
 } chunk_sums;
 
+/* What settings have in common that are measured against one pass of the full cache. */
+typedef struct pass {
+    double quote;
+    dt_evict evict;
+} pass;
+
 typedef struct comparison {
+    pass pass;
     size_t n_vocab, n;
     const int32_t *fed; /* [n + 1]: each, and the token that follows it */
+    size_t first;       /* of the tokens being fed */
     float *full;        /* [n][n_vocab] log probabilities */
     chunk_sums *sums;
+    int64_t progress[2];
 } comparison;
 
 /* Log probabilities in place of logits; returns the likeliest token. */
@@ -44,13 +52,13 @@ static size_t log_softmax(const float *logits, size_t n, float *out) {
 
 static bool keep_full(size_t i, const float *logits, void *user) {
     comparison *c = user;
-    log_softmax(logits, c->n_vocab, c->full + i * c->n_vocab);
-    return true;
+    log_softmax(logits, c->n_vocab, c->full + (c->first + i) * c->n_vocab);
+    return !dt_interrupted;
 }
 
 static bool compare(size_t i, const float *logits, void *user) {
     comparison *c = user;
-    float *full = c->full + i * c->n_vocab, *evicted = c->full + c->n * c->n_vocab; /* one more row, for this */
+    float *full = c->full + (c->first + i) * c->n_vocab, *evicted = c->full + c->n * c->n_vocab; /* one more row, for this */
     const size_t best = log_softmax(logits, c->n_vocab, evicted);
     size_t best_full = 0;
     double kld = 0;
@@ -60,9 +68,21 @@ static bool compare(size_t i, const float *logits, void *user) {
     }
     c->sums->kld += kld;
     c->sums->same += best == best_full ? 1 : 0;
-    c->sums->nll -= (double)evicted[c->fed[i + 1]];
-    c->sums->nll_full -= (double)full[c->fed[i + 1]];
-    return true;
+    const int32_t next = c->fed[c->first + i + 1];
+    c->sums->nll -= (double)evicted[next];
+    c->sums->nll_full -= (double)full[next];
+    return !dt_interrupted;
+}
+
+/* Feeds the continuation: token by token where eviction goes on, as serving does, else in batches. Both sides alike, since a matrix
+ * product rounds differently for one token than for several: that alone would be a divergence of up to 0.007. */
+static dt_status feed(dt_session *session, comparison *c, dt_logits_fn fn, dt_error *error) {
+    const size_t step = c->pass.evict == DT_EVICT_ALWAYS ? 1 : c->n;
+    dt_status status = DT_OK;
+    for (c->first = 0; c->first < c->n && status == DT_OK; c->first += step) {
+        status = dt_session_score(session, c->fed + c->first, step, fn, c, error);
+    }
+    return status == DT_ERR_CANCELLED ? eval_fail(error, status, "stopped") : status;
 }
 
 static dt_status measure_setting(eval *e, const dt_session *base, size_t setting, comparison *c, eval_map *map, dt_error *error) {
@@ -73,7 +93,7 @@ static dt_status measure_setting(eval *e, const dt_session *base, size_t setting
         status = eval_map_add(map, setting, base, evicted, error);
     }
     if (status == DT_OK) {
-        status = dt_session_score(evicted, c->fed, c->n, compare, c, error);
+        status = feed(evicted, c, compare, error);
     }
     dt_session_free(evicted);
     const double n = (double)c->n;
@@ -81,34 +101,31 @@ static dt_status measure_setting(eval *e, const dt_session *base, size_t setting
     return status;
 }
 
-/* The settings that quote from one depth, or that do not quote (below 0), against one pass of the full cache. */
-static dt_status measure_settings(eval *e, const dt_session *base, double quote, const int32_t *fed, float *full, chunk_sums *sums,
-                                  eval_map *map, dt_error *error) {
+static bool is_of(const eval_setting *setting, pass p) { return setting->quote == p.quote && setting->evict == p.evict; }
+
+/* The settings of one pass. */
+static dt_status measure_pass(eval *e, const dt_session *base, comparison *c, chunk_sums *sums, eval_map *map, dt_error *error) {
     dt_session *reference = NULL;
-    comparison c = {
-        .n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab, .n = (size_t)e->options->n_continuation, .fed = fed, .full = full};
     dt_status status = dt_session_fork(base, NULL, DT_EVICT_ALWAYS, &reference, error);
     if (status == DT_OK) {
-        status = dt_session_score(reference, fed, c.n, keep_full, &c, error);
+        status = feed(reference, c, keep_full, error);
     }
     dt_session_free(reference);
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
-        if (e->settings[i].quote == quote) {
-            c.sums = &sums[i];
-            status = measure_setting(e, base, i, &c, map, error);
-        }
-        if (status == DT_OK && dt_interrupted) {
-            status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
+        if (is_of(&e->settings[i], c->pass)) {
+            c->sums = &sums[i];
+            status = measure_setting(e, base, i, c, map, error);
+            eval_progress(++c->progress[0], c->progress[1]);
         }
     }
     return status;
 }
 
-/* Whether an earlier setting quotes from there too. */
+/* Whether an earlier setting is of the same pass. */
 static bool is_measured(const eval *e, size_t setting) {
     bool any = false;
     for (size_t i = 0; i < setting; i++) {
-        any = any || e->settings[i].quote == e->settings[setting].quote;
+        any = any || is_of(&e->settings[i], (pass){e->settings[setting].quote, e->settings[setting].evict});
     }
     return any;
 }
@@ -116,19 +133,23 @@ static bool is_measured(const eval *e, size_t setting) {
 /* sums: [n_settings]. A chunk is n_context + n_continuation + 1 tokens. */
 static dt_status measure_chunk(eval *e, size_t index, float *full, chunk_sums *sums, eval_map *map, dt_error *error) {
     const eval_options *o = e->options;
-    const size_t n_context = (size_t)o->n_context, n = (size_t)o->n_continuation;
+    const size_t n_context = (size_t)o->n_context, n = (size_t)o->n_continuation, n_steps = e->n_settings + 1;
     const int32_t *text = e->text + index * (n_context + n + 1);
-    int64_t progress[] = {(int64_t)index, o->n_chunks};
+    comparison c = {.n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab,
+                    .n = n,
+                    .full = full,
+                    .progress = {(int64_t)(index * n_steps), o->n_chunks * (int64_t)n_steps}};
     dt_session *base = NULL;
     dt_status status = eval_base_session(e, &base, error);
     if (status == DT_OK) {
-        status = dt_session_sync(base, text, n_context, eval_on_prefill, progress, NULL, error);
+        status = dt_session_sync(base, text, n_context, eval_on_prefill, c.progress, NULL, error);
     }
+    c.progress[0]++;
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
-        const double quote = e->settings[i].quote;
-        const int32_t *fed = text + (quote < 0 ? n_context : (size_t)(quote * (double)(n_context - n - 1)));
+        c.pass = (pass){e->settings[i].quote, e->settings[i].evict};
+        c.fed = text + (c.pass.quote < 0 ? n_context : (size_t)(c.pass.quote * (double)(n_context - n - 1)));
         if (!is_measured(e, i)) {
-            status = measure_settings(e, base, quote, fed, full, sums, map, error);
+            status = measure_pass(e, base, &c, sums, map, error);
         }
     }
     dt_session_free(base);
@@ -165,6 +186,7 @@ static void report(eval *e, const chunk_sums *sums, const eval_map *map, double 
                                               "kept_share", kept.mean, "chunks", chunks));
         if (named) {
             json_object_set_new(json_array_get(rows, s), "name", json_string(e->settings[s].name));
+            json_object_set_new(json_array_get(rows, s), "evict", json_string(eval_evict_word(e->settings[s].evict)));
         } else {
             json_object_set_new(json_array_get(rows, s), "map", eval_map_json(map, s));
         }

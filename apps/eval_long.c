@@ -7,6 +7,7 @@
  * pieces.
  */
 #include "eval.h"
+#include "run.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -33,13 +34,41 @@ static bool add_nll(size_t i, const float *logits, void *user) {
         sum += (double)expf(logits[t] - largest);
     }
     s->sum += log(sum) + (double)largest - (double)logits[s->next[i]];
-    return eval_progress(0, 0, NULL);
+    return !dt_interrupted;
 }
 
 static bool on_prefill(int64_t done, int64_t total, void *user) {
     const int64_t *progress = user;
     (void)total;
-    return eval_progress(progress[0] + done, progress[1], NULL);
+    return eval_progress(progress[0] + done, progress[1]);
+}
+
+static dt_status open_session(const eval *e, const eval_setting *setting, dt_session **out, dt_error *error) {
+    dt_session_params params;
+    dt_shared_options_session(&e->options->shared, &params);
+    params.n_ctx = (int32_t)e->options->n_context;
+    params.prefill = DT_PREFILL_STREAMING;
+    params.eviction = setting->eviction;
+    params.n_snapshots = -1;
+    return dt_session_new(e->model, &params, out, error);
+}
+
+/* Before anything is measured: whether the settings let a conversation pass its context. */
+static dt_status check_passes(const eval *e, const eval_setting *setting, dt_error *error) {
+    dt_session *session = NULL;
+    dt_session_stats stats;
+    const dt_status status = open_session(e, setting, &session, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    dt_session_get_stats(session, &stats);
+    dt_session_free(session);
+    return stats.n_ctx > e->options->n_context
+               ? DT_OK
+               : eval_fail(error, DT_ERR_ARGUMENT,
+                           "the budget leaves no room to go past a context of %lld: give a smaller one (--kept, --max-cache-size), "
+                           "for every layer, or a larger --context",
+                           (long long)e->options->n_context);
 }
 
 /* Goes on to token `to` of text, then scores n tokens from there; *nll: mean. */
@@ -55,16 +84,6 @@ static dt_status read_and_score(const eval *e, dt_session *s, const int32_t *tex
     }
     *nll = c.sum / (double)n;
     return status;
-}
-
-static dt_status open_session(const eval *e, const eval_setting *setting, dt_session **out, dt_error *error) {
-    dt_session_params params;
-    dt_shared_options_session(&e->options->shared, &params);
-    params.n_ctx = (int32_t)e->options->n_context;
-    params.prefill = DT_PREFILL_STREAMING;
-    params.eviction = setting->eviction;
-    params.n_snapshots = -1;
-    return dt_session_new(e->model, &params, out, error);
 }
 
 static dt_status measure(const eval *e, const eval_setting *setting, piece *pieces, size_t n_pieces, dt_error *error) {
@@ -114,9 +133,11 @@ dt_status eval_long(eval *e, dt_error *error) {
     if (e->n_text < last + n + 1 || step < n) {
         return eval_fail(
             error, DT_ERR_ARGUMENT,
-            "%zu pieces of %zu tokens up to %zu times a context of %zu need a text of %zu tokens and %zu each; this one has "
-            "%zu: give fewer --times",
-            n_pieces, n, times, context, last + n + 1, n, e->n_text);
+            "%zu pieces of %zu tokens up to %zu times a context of %zu need a text of %zu tokens; this one has %zu: give %s",
+            n_pieces, n, times, context, last + n + 1, e->n_text,
+            step < n    ? "fewer or shorter pieces (--chunks, --continuation), or more --times"
+            : times > 2 ? "fewer --times"
+                        : "a smaller --context or --continuation");
     }
     piece *pieces = calloc(n_pieces, sizeof *pieces);
     if (pieces == NULL) {
@@ -124,6 +145,9 @@ dt_status eval_long(eval *e, dt_error *error) {
     }
     dt_status status = DT_OK;
     json_t *rows = json_array();
+    for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
+        status = check_passes(e, &e->settings[i], error);
+    }
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
         for (size_t j = 0; j < n_pieces; j++) {
             pieces[j].at = last - (n_pieces - 1 - j) * step;

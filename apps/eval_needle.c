@@ -143,7 +143,7 @@ static dt_status find_template(needle_run *r, dt_error *error) {
         r->after = calloc(1, 1);
     } else {
         const dt_chat_message message = {.role = "user", .content = mark};
-        const dt_status status = dt_chat_render(r->e->model, NULL, &message, 1, true, &text, error);
+        const dt_status status = dt_chat_render(r->e->model, r->e->options->chat_template, &message, 1, true, &text, error);
         if (status != DT_OK) {
             return status;
         }
@@ -270,7 +270,7 @@ static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
     }
     for (size_t i = 0; i < s.n && status == DT_OK; i++) {
         status = ask_all(r, index, &s.needles[i], &context, base, evicted, error);
-        if (status == DT_OK && !eval_progress((int64_t)index, e->options->n_samples, NULL)) {
+        if (status == DT_OK && !eval_progress((int64_t)index + 1, e->options->n_samples)) {
             status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
         }
     }

@@ -555,6 +555,17 @@ static void hint_at_calibration(const dt_model *model, const char *path) {
     dt_free(learned);
 }
 
+dt_status dt_shared_options_sizes(const dt_shared_options *o, dt_eviction *eviction, dt_error *error) {
+    dt_status status = DT_OK;
+    if (o->max_cache_size > 0 || o->min_cache_size >= 0) {
+        status = dt_eviction_override(eviction, (int32_t)o->max_cache_size, (int32_t)o->min_cache_size, error);
+    }
+    if (status == DT_OK && o->memory_slots >= 0) {
+        status = dt_eviction_set_memory_slots(eviction, (int32_t)o->memory_slots, error);
+    }
+    return status;
+}
+
 dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model *model, dt_eviction **out_eviction,
                                      dt_error *error) {
     *out_eviction = NULL;
@@ -566,12 +577,7 @@ dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model 
         o->eviction_config != NULL
             ? dt_eviction_from_file(model, o->eviction_config, &eviction, error)
             : dt_eviction_from_preset(model, o->eviction_preset != NULL ? o->eviction_preset : "chat", &eviction, error);
-    if (status == DT_OK && (o->max_cache_size > 0 || o->min_cache_size >= 0)) {
-        status = dt_eviction_override(eviction, (int32_t)o->max_cache_size, (int32_t)o->min_cache_size, error);
-    }
-    if (status == DT_OK && o->memory_slots >= 0) {
-        status = dt_eviction_set_memory_slots(eviction, (int32_t)o->memory_slots, error);
-    }
+    status = status == DT_OK ? dt_shared_options_sizes(o, eviction, error) : status;
     if (status == DT_ERR_IO) {
         status = error->code = DT_ERR_CONFIG; /* a config that can't be read is as wrong as one that can't be used */
     }

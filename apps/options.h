@@ -100,6 +100,8 @@ void dt_shared_options_model(const dt_shared_options *options, dt_model_params *
 /* What the flags mean to the library. grammar: the text of --grammar-file, or NULL. *out_eviction is NULL when it is off. */
 void dt_shared_options_sampler(const dt_shared_options *options, const char *grammar, dt_sampler_params *out);
 void dt_shared_options_session(const dt_shared_options *options, dt_session_params *out);
+/* The sizes and slots alone, for settings made otherwise. */
+dt_status dt_shared_options_sizes(const dt_shared_options *options, dt_eviction *eviction, dt_error *error);
 dt_status dt_shared_options_eviction(const dt_shared_options *options, const dt_model *model, dt_eviction **out_eviction,
                                      dt_error *error);
 /* The word of a choice: "f16", "full"... */

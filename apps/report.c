@@ -174,13 +174,13 @@ void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_
         return;
     }
     report.last = now;
-    dt_session_stats stats;
-    dt_session_get_stats(session, &stats);
     char percent[32] = "", numbers[128] = "", line[256];
     if (total > 0) {
         snprintf(percent, sizeof percent, " %3d %%", (int)(100 * done / total));
     }
-    if (report.stepped > report.started) { /* the clock of the rate stands still between steps, as the count does */
+    if (session != NULL && report.stepped > report.started) { /* the rate's clock stands still between steps, as the count does */
+        dt_session_stats stats;
+        dt_session_get_stats(session, &stats);
         snprintf(numbers, sizeof numbers, "  %lld tokens  %.1f tokens/s  KV %s", (long long)done,
                  (double)(done - report.done_at_start) / (report.stepped - report.started), dt_size_text_of(stats.kv_bytes).text);
     }
@@ -297,17 +297,29 @@ static dt_status cannot_write(dt_error *error, const char *path, int reason) {
     return error->code = reason == ENOMEM ? DT_ERR_MEMORY : DT_ERR_IO;
 }
 
-static bool is_same_file(const struct stat *a, const struct stat *b) { return a->st_dev == b->st_dev && a->st_ino == b->st_ino; }
+static bool is_same_file(const struct stat *target, const struct stat *other) {
+    return S_ISREG(other->st_mode) && target->st_dev == other->st_dev && target->st_ino == other->st_ino;
+}
 
-/* Replacing what the run reads, or what it has just written, would lose it. */
 static bool is_taken(const struct stat *target, const char *const *inputs, size_t n_inputs) {
     struct stat other;
-    bool taken = fstat(STDOUT_FILENO, &other) == 0 && S_ISREG(other.st_mode) && is_same_file(target, &other);
+    bool taken = fstat(STDOUT_FILENO, &other) == 0 && is_same_file(target, &other);
     for (size_t i = 0; i < n_inputs; i++) {
-        taken =
-            taken || (inputs[i] != NULL && stat(inputs[i], &other) == 0 && S_ISREG(other.st_mode) && is_same_file(target, &other));
+        taken = taken || (inputs[i] != NULL && stat(inputs[i], &other) == 0 && is_same_file(target, &other));
     }
     return taken;
+}
+
+/* Replacing what the run reads, or what it has just written, would lose it. */
+static dt_status refuse_taken(const char *path, dt_error *error) {
+    snprintf(error->message, sizeof error->message, "%s is also read or written by this run; name another file for the numbers",
+             path);
+    return error->code = DT_ERR_ARGUMENT;
+}
+
+dt_status dt_stats_file_check_input(const char *path, const char *input, dt_error *error) {
+    struct stat target;
+    return path != NULL && stat(path, &target) == 0 && is_taken(&target, &input, 1) ? refuse_taken(path, error) : DT_OK;
 }
 
 dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t n_inputs, dt_stats_file **out, dt_error *error) {
@@ -321,10 +333,8 @@ dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t
     struct stat info;
     const bool exists = stat(file->path, &info) == 0;
     if (exists && is_taken(&info, inputs, n_inputs)) {
-        snprintf(error->message, sizeof error->message, "%s is also read or written by this run; name another file for the numbers",
-                 path);
         dt_stats_file_free(file);
-        return error->code = DT_ERR_ARGUMENT;
+        return refuse_taken(path, error);
     }
     int descriptor = -1;
     if (exists && !S_ISREG(info.st_mode)) {

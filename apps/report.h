@@ -26,7 +26,8 @@ typedef struct dt_size_text {
 dt_size_text dt_size_text_of(uint64_t bytes);
 /* "TLC: on, NAMEmore" and a line for each run of equal layers; eviction NULL: "TLC: off". */
 dt_status dt_report_eviction(const dt_eviction *eviction, const char *more, dt_error *error);
-/* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total <= 0: unknown. Draws at most ten times a second. */
+/* "reading 62 %  1234 tokens  812.3 tokens/s  KV 12.3 MiB"; total <= 0: unknown. Without a session
+ * "reading 62 %": done and total need not be tokens then. Draws at most ten times a second. */
 void dt_report_progress(const char *what, int64_t done, int64_t total, const dt_session *session);
 /* A bar of the caller's own, likewise. */
 void dt_report_bar(const char *line);
@@ -51,6 +52,8 @@ typedef struct dt_stats_file dt_stats_file;
 /* Makes sure that `path` can be written, without touching it yet, and that it is neither one of the n_inputs files that the run
  * reads (NULL among them is skipped) nor where stdout goes. */
 dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t n_inputs, dt_stats_file **out, dt_error *error);
+/* The same of one input that is found out about later. path: NULL where nothing is written. */
+dt_status dt_stats_file_check_input(const char *path, const char *input, dt_error *error);
 /* Writes all, then puts it in place at once. */
 dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
                               dt_error *error);

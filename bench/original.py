@@ -19,6 +19,7 @@ import csv
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -95,26 +96,37 @@ def measure_ours(args, model, prompt, decode, flags):
             "eviction_share": rows["decode"]["eviction_share"]}
 
 
-def llama_rows(bench, args, model, fa, flags):
-    rows = json.loads(run([bench, "-m", model, "-t", args.threads, "-fa", fa, "-r", 1, "-o", "json", *flags], "llama-bench"))
-    return [row["avg_ts"] for row in rows]
-
-
 def measure_llama_with(bench, args, model, fa, prompt, decode):
-    """Decoding first: it brings the file into memory, so that reading needs no warm-up, which would read the whole prompt too."""
-    after = llama_rows(bench, args, model, fa["decode"], ["-p", 0, "-n", decode, "-d", prompt])[0]
-    return {"prompt": llama_rows(bench, args, model, fa["prompt"], ["-p", prompt, "-n", 0, "--no-warmup"])[0], "decode": after}
+    """One run that reads the prompt and goes on; --progress tells when reading ends. (-n after -d would read the prompt for itself,
+    and keep a copy of its cache.)"""
+    command = [bench, "-m", model, "-t", args.threads, "-fa", fa, "-r", 1, "-o", "json", "-p", 0, "-n", 0, "-pg", f"{prompt},{decode}",
+               "--no-warmup", "--progress"]
+    begun, told = {}, []
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as program:
+        for line in program.stderr:
+            told.append(line)
+            for phase in ("prompt run", "generation run"):
+                if phase in line and "warmup" not in line:
+                    begun[phase] = time.monotonic()
+        rows = program.stdout.read()
+    if program.returncode != 0 or len(begun) != 2:
+        sys.exit(f"llama-bench failed: {' '.join(map(str, command))}\n{''.join(told)[-2000:]}")
+    reading = begun["generation run"] - begun["prompt run"]
+    return {"prompt": prompt / reading, "decode": decode / (json.loads(rows)[0]["avg_ns"] / 1e9 - reading)}
 
 
 def measure_llama(bench, args, model, prompt, decode):
-    """With flash attention off or on, whichever is faster after a quarter of the prompt, test by test."""
-    probes = {fa: measure_llama_with(bench, args, model, {"prompt": fa, "decode": fa}, prompt // 4, min(decode, 16))
-              for fa in args.flash_attention} if len(args.flash_attention) > 1 else {args.flash_attention[0]: None}
-    best = {test: max(probes, key=lambda fa: probes[fa][test]) if len(probes) > 1 else next(iter(probes))
-            for test in ("prompt", "decode")}
-    for fa, values in probes.items() if len(probes) > 1 else ():
-        say(f"    -fa {fa} after {prompt // 4}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} t/s")
-    return measure_llama_with(bench, args, model, best, prompt, decode)
+    """With flash attention off or on, whichever is faster after a quarter of the prompt or 2,048 tokens: reading and decoding each with
+    its own."""
+    probed = min(prompt // 4, 2048)
+    best = {"prompt": args.flash_attention[0], "decode": args.flash_attention[0]}
+    if len(args.flash_attention) > 1:
+        probes = {fa: measure_llama_with(bench, args, model, fa, probed, min(decode, 16)) for fa in args.flash_attention}
+        best = {test: max(probes, key=lambda fa: probes[fa][test]) for test in best}
+        for fa, values in probes.items():
+            say(f"    -fa {fa} after {probed}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} t/s")
+    runs = {fa: measure_llama_with(bench, args, model, fa, prompt, decode if fa == best["decode"] else 1) for fa in set(best.values())}
+    return {test: runs[fa][test] for test, fa in best.items()}
 
 
 def eviction_rows(shape):
@@ -157,11 +169,9 @@ def estimate(args, bench, model, prompt, shape, engines):
     ours = prompt / probe["prompt"] + shape.decode / probe["decode"]
     seconds = ours * 1.5 * (engines - bool(bench))
     if bench:
-        fa = args.flash_attention[0]
-        read = llama_rows(bench, args, model, fa, ["-p", min(prompt, 256), "-n", 0])[0]
-        decode = llama_rows(bench, args, model, fa, ["-p", 0, "-n", 8])[0]
+        probe = measure_llama_with(bench, args, model, args.flash_attention[0], min(prompt, 256), 8)
         probes = len(args.flash_attention) / 4 if len(args.flash_attention) > 1 else 0
-        seconds += (1 + probes) * 2 * prompt / read * 1.5 + shape.decode / decode * 2
+        seconds += (1 + probes) * prompt / probe["prompt"] * 1.5 + shape.decode / probe["decode"] * 2
     return seconds * args.rounds
 
 
@@ -286,7 +296,7 @@ def main():
     parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")
     parser.add_argument("--llama-bench", type=Path, help="one that is built already (built into build-peers/)")
     parser.add_argument("--flash-attention", default="0,1", type=lambda s: [int(x) for x in s.split(",")],
-                        help="llama.cpp's -fa; of both the one that is faster after a quarter of the prompt (0,1)")
+                        help="llama.cpp's -fa; of both the one that is faster on a beginning of the prompt (0,1)")
     parser.add_argument("--keep", action="store_true", help="keep the models made")
     parser.add_argument("--text", default=ROOT / "examples/genesis.txt", help="for KL divergences (examples/genesis.txt)")
     parser.add_argument("--bench", default=ROOT / "deeptutor-bench")

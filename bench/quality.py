@@ -42,7 +42,7 @@ SMALL = 128  # a budget where little but pins is left
 NEEDLE_CONTEXT = 2000
 PARTS_SIZES = (128, 256, 512)
 WITHOUT = ("fast-without-values", "fast-without-window")
-PREDICT_WITHOUT = "predict-without-attention"
+PREDICT_WITHOUT, RECONSTRUCT_WITHOUT = "predict-without-attention", "reconstruct-without-attention"
 
 
 # ---- texts -----------------------------------------------------------------------------------------
@@ -145,6 +145,8 @@ class Settings:
                     rows.append({"name": "%s %s %g" % (way, name, kept), "evict": "once", **more, **setting})
             rows.append({"name": "predict-equal once %g" % kept, "evict": "once", **self.alone(size)})
             rows.append({"name": "reconstruct-equal once %g" % kept, "evict": "once", **self.equal(size, score="reconstruct")})
+            rows.append({"name": "%s once %g" % (RECONSTRUCT_WITHOUT, kept), "evict": "once",
+                         **self.shared(size, score=RECONSTRUCT_WITHOUT)})
         for size in (*(int(self.context * kept) for kept in KEPT), SMALL) if serving else ():
             for way, setting in list(self.ways(size).items())[:3 if size == SMALL else 4]:
                 rows.append({"name": "%s always %g" % (way, size / self.context), "evict": "always", **setting})
@@ -322,6 +324,8 @@ def comparisons(folder):
             piece: {"kld": mean([kld[piece] for kld in of_size])[0]} for piece in set.intersection(*map(set, of_size))}
     return (pairs_table(found, "A shared budget against equal ones", [
         ("%s once %s" % (way, kept), "%s-equal once %s" % (way, kept)) for way in ("predict", "reconstruct") for kept in KEPT]) +
+        pairs_table(found, "Score reconstruct, and without a part", [
+            ("reconstruct once %s" % kept, "%s once %s" % (RECONSTRUCT_WITHOUT, kept)) for kept in KEPT]) +
         pairs_table(parts, "Scores, and without each of their parts", [
             ("%s always%s" % (name.split("-")[0], size), "%s always%s" % (name, size)) for name in WITHOUT + (PREDICT_WITHOUT,)
             for size in [" %d" % size for size in PARTS_SIZES] + [", mean of these"]]) +

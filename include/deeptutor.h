@@ -293,6 +293,7 @@ typedef struct dt_layer_stats {
     int32_t max_cache_size, length;
     double mean_length;
     int32_t slots_used; /* memory slots, beside the length; of the lane that has most */
+    double mean_slots;  /* over its lanes */
 } dt_layer_stats;
 
 typedef struct dt_session_stats {
@@ -365,8 +366,9 @@ dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_err
 /* Adds what the session found out about its text: one of this model, of DT_EVICT_HELD with score reconstruct (else
  * DT_ERR_ARGUMENT). DT_ERR_COMPUTE: a device fails. */
 dt_status dt_calibration_add(dt_calibration *calibration, const dt_session *session, dt_error *error);
-/* An eviction config, JSON, with what was learned, and that shared budget in tokens. *out: free with dt_free. */
-dt_status dt_calibration_config(const dt_calibration *calibration, int32_t total_cache_size, char **out, dt_error *error);
+/* An eviction config, JSON, with what was learned, and a shared budget of so many tokens on average for each layer that has learned:
+ * those with a sliding window don't. *out: free with dt_free. */
+dt_status dt_calibration_config(const dt_calibration *calibration, int32_t average_cache_size, char **out, dt_error *error);
 void dt_calibration_free(dt_calibration *calibration);
 
 /* ---- many sessions at once ---------------------------------------------------------------------- */

@@ -83,7 +83,7 @@ static int setup_family(void **state, const char *arch) {
     dt_calibration *calibration = NULL;
     assert_int_equal(dt_calibration_new(f->model, &calibration, &error), DT_OK);
     assert_int_equal(dt_calibration_add(calibration, session, &error), DT_OK);
-    assert_int_equal(dt_calibration_config(calibration, 192, &f->config, &error), DT_OK);
+    assert_int_equal(dt_calibration_config(calibration, 96, &f->config, &error), DT_OK);
     dt_calibration_free(calibration);
     dt_session_free(session);
     json_t *config = json_loads(f->config, 0, NULL);

@@ -5,6 +5,7 @@ DT_EVAL, DT_MAIN and DT_MAKE_MODEL name the programs; DT_TEST_MODEL the real mod
 import json
 import math
 import os
+import pty
 import re
 import subprocess
 
@@ -27,6 +28,15 @@ def tiny(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """Slow enough for a bar, which comes after half a second."""
+    path = str(tmp_path_factory.mktemp("eval") / "slow.gguf")
+    subprocess.run([MAKE_MODEL, path, "--layers", "4", "--embd", "512", "--heads", "8", "--kv-heads", "2", "--head-dim", "64",
+                    "--ff", "1024", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
+    return path
+
+
 def run(*args, timeout=300):
     return subprocess.run([EVAL, *args, "-t", "1"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
 
@@ -45,10 +55,11 @@ def measure(tmp_path, *args):
     return numbers
 
 
-def test_nothing_lost_is_no_divergence(tiny, tmp_path):
+@pytest.mark.parametrize("evict", ["once", "always"])
+def test_nothing_lost_is_no_divergence(tiny, tmp_path, evict):
     full = measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "256", "--continuation", "32", "--chunks", "2",
-                   "--policy", "local_window", "--max-cache-size", "2000", "--evict", "once")
-    assert abs(full["kld"]) <= 1e-5 and full["top1"] == 1 and full["kept_share"] == 1
+                   "--policy", "local_window", "--max-cache-size", "2000", "--evict", evict)
+    assert full["kld"] == 0 and full["top1"] == 1 and full["kept_share"] == 1
     assert abs(full["nll"] - full["nll_full"]) <= 1e-3 and len(full["chunks"]) == 2
 
 
@@ -95,10 +106,37 @@ def test_settings_share_one_reading(tiny, tmp_path):
     for question in ("after", "aware"):
         asked = measure(tmp_path, "needle", *common, "--samples", "1", "--needles", "2", "--question", question)["settings"]
         assert [row["name"] for row in asked] == [row["name"] for row in found] and len(asked[3]["samples"]) == 2
-    for broken, what in (([{**rows[0], "evict": "never"}], "evict"), ([], "list"), ([{**rows[0], "preset": "chat"}], "preset")):
-        settings.write_text(json.dumps(broken))
+    for broken, what in (({**rows[0], "evict": "never"}, "evict"), ({**rows[0], "preset": "chat"}, "preset"),
+                         ({**rows[0], "config": 5}, "config"), ({**rows[3], "preset": 5}, "preset"),
+                         ({**rows[3], "max_cache_sise": 5}, "max_cache_sise"), ({**rows[3], "max_cache_size": "256"}, "size"),
+                         ({**rows[3], "max_cache_size": 4294967328}, "size"), ({**rows[3], "memory_slots": -1}, "size"),
+                         ({**rows[0], "config": {"0-": {}}}, "window")):
+        settings.write_text(json.dumps([broken]))
         result = run("kld", *common)
-        assert result.returncode == 2 and what in result.stderr, result
+        assert result.returncode == 2 and what in result.stderr and broken["name"] in result.stderr, result
+    settings.write_text("[]")
+    assert "list" in run("kld", *common).stderr
+    settings.write_text(json.dumps(rows))
+    mixed = run("kld", *common, "--eviction-preset", "chat")
+    assert mixed.returncode == 2 and "--settings" in mixed.stderr
+
+
+def test_sizes_beside_a_config(tiny, tmp_path):
+    """They override what the config says, as flags do, whether it is a file or stands there."""
+    config, settings = tmp_path / "e.json", tmp_path / "settings.json"
+    text = {"0-": {"policy": "local_window", "max_cache_size": 200}}
+    config.write_text(json.dumps(text))
+    settings.write_text(json.dumps([
+        {"name": "file", "evict": "once", "config": str(config), "max_cache_size": 64, "memory_slots": 8},
+        {"name": "object", "evict": "once", "config": text, "max_cache_size": 64, "memory_slots": 8},
+        {"name": "inside", "evict": "once", "config": {"0-": {**text["0-"], "max_cache_size": 64, "memory_slots": 8}}}]))
+    rows = measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "256", "--continuation", "16", "--chunks", "1",
+                   "--settings", str(settings))["settings"]
+    assert rows[0]["kept_share"] == pytest.approx(72 / 256)
+    assert [{**row, "name": ""} for row in rows] == [{**rows[0], "name": ""}] * 3 and rows[0]["evict"] == "once"
+    flags = measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "256", "--continuation", "16", "--chunks", "1", "--evict",
+                    "once", "--policy", "local_window", "--max-cache-size", "64", "--memory-slots", "8")
+    assert (flags["kld"], flags["kept_share"]) == (rows[0]["kld"], rows[0]["kept_share"])
 
 
 def test_settings_without_a_repetition(tiny, tmp_path):
@@ -110,6 +148,10 @@ def test_settings_without_a_repetition(tiny, tmp_path):
             {"name": "predict", "evict": "once", "config": str(config), "max_cache_size": 64},
             {"name": "reconstruct", "evict": "once", "config": {"0-": {"policy": "importance_score", "score": "reconstruct",
                                                                        "max_cache_size": 64}}}]
+    learned = json.loads(config.read_text())
+    for layer in learned["layers"].values():
+        layer["score"] = "fast"  # weights that its score does not use
+    rows[1]["config"] = {**learned, "total_cache_size": 128}
     found, settings = [], tmp_path / "settings.json"
     for n in (2, 3, 4):
         settings.write_text(json.dumps(rows[:n]))
@@ -186,7 +228,13 @@ def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
     (["kld", "-m", "M", "-f", TEXT, "--kept", "2", "--policy", "local_window"], "shares"),
     (["kld", "-m", "M", "-f", TEXT, "--policy", "local_windo", "--kept", "0.5"], "did you mean"),
     (["kld", "-m", "M", "-f", TEXT, "--chunks", "4000"], "fewer"), (["needle", "-m", "M", "-f", TEXT, "--depth-low", "0.9",
-                                                                    "--depth-high", "0.1"], "above")])
+                                                                    "--depth-high", "0.1"], "above"),
+    (["kld", "-m", "M", "-f", TEXT, "--kept", ""], "shares"), (["kld", "-m", "M", "-f", TEXT, "--kept", "0.0001"], "less than one token"),
+    (["kld", "-m", "M", "-f", TEXT, "--score", "reconstruct", "--kept", "0.5"], "--policy"),
+    (["kld", "-m", "M", "-f", TEXT, "--budget", "adaptive"], "--policy"), (["kld", "-m", "M", "-f", TEXT, "--json", "-"], "stdout"),
+    (["calibrate", "-m", "M", "--eviction-preset", "chat"], "--eviction-preset"), (["calibrate", "-m", "M", "--policy", "x"], "--policy"),
+    (["calibrate", "-m", "M", "--kept", "0.5,0.25"], "one share"), (["long", "-m", "M", "-f", TEXT, "-c", "512"], "-c"),
+    (["ab", "-m", "M", "-i", TEXT, "--settings", "x"], "--settings")])
 def test_mistakes(tiny, args, what):
     result = run(*[tiny if a == "M" else a for a in args])
     assert result.returncode == 2 and what in result.stderr and result.stdout == "", result
@@ -268,6 +316,76 @@ def test_long_past_the_context(tiny, tmp_path):
     failed = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "60000", "--policy", "local_window",
                  "--max-cache-size", "48")
     assert failed.returncode == 2 and "give fewer --times" in failed.stderr
+    few = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "2", "--chunks", "9", "--policy", "local_window",
+              "--max-cache-size", "48")
+    assert few.returncode == 2 and "more --times" in few.stderr and "fewer --times" not in few.stderr
+    large = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "4", "--continuation", "16", "--chunks", "2", "--policy",
+                "local_window", "--kept", "0.25,1")
+    assert large.returncode == 2 and "smaller one" in large.stderr and large.stdout == ""
+
+
+@pytest.mark.parametrize("command", [
+    ["kld", "--context", "1024", "--continuation", "64", "--chunks", "5", "--kept", "0.5"],
+    ["needle", "--context", "1024", "--samples", "10", "--kept", "0.5"],
+    ["calibrate", "--context", "1024", "--chunks", "5", "-o", "c.json"],
+    ["long", "--context", "512", "--times", "10", "--chunks", "4", "--policy", "local_window", "--kept", "0.25"]])
+def test_on_a_terminal(slow, tmp_path, command):
+    """How far it is, on one line; piped, as in every other test, there is none."""
+    ours, theirs = pty.openpty()
+    program = subprocess.Popen([EVAL, *command, "-m", slow, "-f", TEXT, "-t", "1"], stdin=subprocess.DEVNULL, cwd=tmp_path,
+                               stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    told = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # so it ends on Linux
+            piece = b""
+        if not piece:
+            break
+        told += piece
+    os.close(ours)
+    assert b"|" in program.communicate(timeout=300)[0] and program.returncode == 0, told
+    shown = [int(n) for n in re.findall(rb"measuring +(\d+) %", told)]
+    assert shown and shown == sorted(shown) and 0 <= shown[0] <= shown[-1] <= 100 and len(set(shown)) > 1, told
+
+
+def test_only_layers_that_share_count(tmp_path):
+    """Those with a sliding window keep that, so a share of the context is a share of what the others keep."""
+    model, settings = str(tmp_path / "g.gguf"), tmp_path / "c.json"
+    subprocess.run([MAKE_MODEL, model, "--arch", "gemma3", "--window", "64", "--layers", "6", "--embd", "64", "--heads", "4",
+                    "--kv-heads", "2", "--head-dim", "16", "--ff", "128", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
+    rows = measure(tmp_path, "kld", "-m", model, "-f", TEXT, "--context", "512", "--continuation", "16", "--chunks", "1", "--policy",
+                   "importance_score", "--score", "reconstruct", "--budget", "adaptive", "--kept", "0.5,0.25", "--evict", "once")
+    assert 0 < rows["settings"][0]["kld"] < rows["settings"][1]["kld"]
+    result = run("calibrate", "-m", model, "-f", TEXT, "--context", "256", "--chunks", "1", "-o", str(settings))
+    assert result.returncode == 0, result.stderr
+    learned = json.loads(settings.read_text())
+    assert learned["total_cache_size"] == 64 * len(learned["layers"]) and len(learned["layers"]) == 1
+
+
+def test_nothing_is_overwritten(tiny, tmp_path):
+    """What a run goes by is not where its numbers go, named or not."""
+    model, learned, settings = tmp_path / "m.gguf", tmp_path / "m.tlc.json", tmp_path / "s.json"
+    model.write_bytes(open(tiny, "rb").read())
+    assert run("calibrate", "-m", str(model), "-f", TEXT, "--context", "256", "--chunks", "1").returncode == 0
+    before = learned.read_bytes()
+    common = ["kld", "-m", str(model), "-f", TEXT, "--context", "128", "--continuation", "8", "--chunks", "1"]
+    settings.write_text(json.dumps([{"name": "a", "evict": "once", "config": str(learned), "max_cache_size": 64}]))
+    for extra in (["--kept", "0.5"], ["--settings", str(settings)]):
+        refused = run(*common, *extra, "--json", str(learned))
+        assert refused.returncode == 2 and "also read" in refused.stderr, refused
+    refused = subprocess.run([MAIN, "-m", str(model), "-p", "hi", "-n", "4", "--cache-eviction", "--stats-json", str(learned)],
+                             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "also read" in refused.stderr and learned.read_bytes() == before
+
+
+def test_a_table_that_can_not_be_written(tiny):
+    with open("/dev/full", "w") as full:
+        failed = subprocess.run([EVAL, "kld", "-m", tiny, "-f", TEXT, "--context", "128", "--continuation", "8", "--chunks", "1", "-t",
+                                 "1", "--kept", "0.5"], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True,
+                                timeout=60)
+    assert failed.returncode == 2 and "stdout" in failed.stderr
 
 
 def test_advice_fits(tiny, tmp_path):
@@ -275,8 +393,8 @@ def test_advice_fits(tiny, tmp_path):
     with fewer pieces."""
     text = tmp_path / "t.txt"
     text.write_text(open(TEXT).read()[:1500])
-    common = ["-m", tiny, "-f", str(text), "--max-cache-size", "48", "--policy", "importance_score"]
-    for command in (["kld", "--continuation", "16"], ["calibrate", "-o", str(tmp_path / "c.json")]):
+    common = ["-m", tiny, "-f", str(text), "--max-cache-size", "48"]
+    for command in (["kld", "--continuation", "16", "--policy", "importance_score"], ["calibrate", "-o", str(tmp_path / "c.json")]):
         refused = run(*command, *common, "--context", "200", "--chunks", "4000")
         n = re.search(r"give fewer --chunks, (\d+)$", refused.stderr.strip()).group(1)
         assert refused.returncode == 2 and int(n) > 0

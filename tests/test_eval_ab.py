@@ -137,6 +137,14 @@ def test_long_ones_left_out(tiny, tmp_path):
     assert result.returncode == 0 and "2 prompts were too long" in result.stdout, result
 
 
+def test_both_sides_end_with_the_context(tiny, prompts, tmp_path):
+    """-n -1: what is evicted could go on past it for ever."""
+    numbers, _ = measure(tiny, prompts, tmp_path, "-n", "-1", "-c", "160", "-b", "32", "--samples", "1", "--temp", "0", "--ignore-eos",
+                         "--policy", "local_window", "--max-cache-size", "48")
+    sample = numbers["samples"][0]
+    assert [sample["prompt_tokens"] + len(sample[side]["tokens"]) for side in ("off", "on")] == [160, 160]
+
+
 @pytest.mark.parametrize("args, what", [
     ([], "no prompts"), (["-i", os.devnull], "has no prompts"), (["-i", "missing.jsonl"], "can't be read"),
     (["-i", os.devnull, "--policy", "local_window"], "--max-cache-size"), (["-i", os.devnull, "--min-rouge", "2"], "--min-rouge"),

@@ -242,7 +242,7 @@ static void test_keys(void **state) {
                                   "TLC: layers 8      none              keeps everything\n"
                                   "TLC: layers 9-10   local_window      max 200  min 100  sinks 4  recent 50  slots 0\n"
                                   "TLC: layers 11     local_window      max 300  min 150  sinks 4  recent 75  slots 0");
-    assert_string_equal(logged, "info TLC: e.json does not name layers 3-4, 8: they keep everything\n");
+    assert_string_equal(logged, "info TLC: e.json does not name layers 3-4, 8: they evict nothing\n");
     dt_eviction_free(eviction);
     begin_log(NULL);
     eviction = config(200, "{\"100-\": {\"policy\": \"local_window\", \"max_cache_size\": 4096}}");
@@ -579,16 +579,16 @@ static void test_files(void **state) {
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_OK);
     require_layer(eviction, 3, "local_window", 100, 50, 4, 25);
     dt_eviction_free(eviction);
-    char *large = malloc((4 << 20) + 1);
+    char *large = malloc((32 << 20) + 1);
     assert_non_null(large);
-    memset(large, ' ', (4 << 20) + 1);
+    memset(large, ' ', (32 << 20) + 1);
     memcpy(large, text, strlen(text));
-    write_file(path, large, 4 << 20);
+    write_file(path, large, 32 << 20);
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_OK);
     dt_eviction_free(eviction);
-    write_file(path, large, (4 << 20) + 1);
+    write_file(path, large, (32 << 20) + 1);
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_ERR_CONFIG);
-    assert_non_null(strstr(error.message, "larger than 4 MiB"));
+    assert_non_null(strstr(error.message, "larger than 32 MiB"));
     free(large);
     assert_int_equal(remove(path), 0);
     assert_int_equal(dt_eviction_config_file(4, path, &eviction, &error), DT_ERR_IO);

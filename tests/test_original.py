@@ -14,15 +14,20 @@ pytestmark = pytest.mark.skipif(not all(os.access(program, os.X_OK) for program 
 
 
 FAKE_LLAMA = """#!/usr/bin/env python3
-import json, sys
-value = {name: sys.argv[sys.argv.index(name) + 1] for name in ("-fa", "-p", "-n")}
+import json, sys, time
+value = {name: sys.argv[sys.argv.index(name) + 1] for name in ("-fa", "-pg", "-p", "-n")}
+assert (value["-p"], value["-n"]) == ("0", "0")
 open(sys.argv[0] + ".log", "a").write(" ".join(sys.argv[1:]) + "\\n")
-print(json.dumps([{"avg_ts": 100 + int(value["-fa"]) * (1 if value["-n"] == "0" else -1)}]))
+start = time.monotonic()
+for phase, slower in (("prompt", "0"), ("generation", "1")):
+    print("llama-bench: benchmark 1/1: %s run 1/1" % phase, file=sys.stderr, flush=True)
+    time.sleep(2 if value["-fa"] == slower else 0.2)
+print(json.dumps([{"avg_ns": (time.monotonic() - start) * 1e9}]))
 """
 
 
 def test_better_setting_of_llama(tmp_path):
-    """Each test with the setting that is faster in it, found on a quarter of the prompt."""
+    """Reading and decoding each with the setting that is faster in it, found on a beginning of the prompt."""
     fake = tmp_path / "llama-bench"
     fake.write_text(FAKE_LLAMA)
     fake.chmod(0o755)
@@ -32,10 +37,11 @@ def test_better_setting_of_llama(tmp_path):
     assert done.returncode == 0, done.stderr
     with open(tmp_path / "original-t1.csv", newline="") as file:
         row = next(csv.DictReader(file))
-    assert (row["engine"], float(row["prompt"]), float(row["decode"])) == ("llama.cpp", 101, 100)
+    # of 512 tokens and 32 in 0.2 seconds each, beside those that take 2: a busy machine may be late
+    assert row["engine"] == "llama.cpp" and float(row["prompt"]) > 512 / 1.9 and float(row["decode"]) > 32 / 1.9
     asked = (tmp_path / "llama-bench.log").read_text().splitlines()
-    assert sum("-p 512 -n 0" in line for line in asked) == 1 and sum("-n 32 -d 512" in line for line in asked) == 1
-    assert any("-fa 1" in line and "-p 512 -n 0 --no-warmup" in line for line in asked)
+    assert sorted(line.split("-fa ")[1].split("-pg ")[0][:1] + line.split("-pg ")[1].split()[0] for line in asked) == [
+        "0128,16", "0256,8", "0512,32", "1128,16", "1512,1"], asked
 
 
 def test_tiny_shape(tmp_path):

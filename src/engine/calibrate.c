@@ -193,10 +193,11 @@ static json_t *short_number(double x) {
     return json_real(isfinite(x) ? round(x * size) / size : 0);
 }
 
-dt_status dt_calibration_config(const dt_calibration *c, int32_t total_cache_size, char **out, dt_error *error) {
+dt_status dt_calibration_config(const dt_calibration *c, int32_t average_cache_size, char **out, dt_error *error) {
     const dt_model_info *info = &c->model->info;
     const size_t n = (size_t)c->n, bytes = (n * n + 2 * n) * sizeof(double);
     double *work = malloc(bytes), *weights = work != NULL ? work + n * n + n : NULL;
+    int64_t total = 0;
     json_t *layers = json_object();
     *out = NULL;
     for (int32_t i = 0, first = 0; work != NULL && i < info->n_layers; first += info->n_kv_heads[i], i++) {
@@ -214,10 +215,17 @@ dt_status dt_calibration_config(const dt_calibration *c, int32_t total_cache_siz
         json_t *entry = json_pack("{ss ss so}", "policy", "importance_score", "score", "predict", "weights", lists);
         if (c->layer_has[i]) {
             json_object_set(layers, key, entry);
+            total += average_cache_size;
         }
         json_decref(entry);
     }
-    json_t *config = json_pack("{ss si so}", "budget", "adaptive", "total_cache_size", total_cache_size, "layers", layers);
+    if (work != NULL && json_object_size(layers) == 0) {
+        json_decref(layers);
+        free(work);
+        return dt_fail(error, DT_ERR_UNSUPPORTED, "no layer has learned anything: those with a sliding window keep that");
+    }
+    json_t *config =
+        json_pack("{ss sI so}", "budget", "adaptive", "total_cache_size", (json_int_t)DT_MIN(total, INT32_MAX), "layers", layers);
     const size_t flags = JSON_COMPACT | JSON_REAL_PRECISION(5), length = work != NULL ? json_dumpb(config, NULL, 0, flags) : 0;
     *out = length > 0 ? calloc(length + 1, 1)
                       : NULL; /* not json_dumps: where memory ends while its text grows, it goes on without a part */

@@ -497,17 +497,28 @@ dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_evic
 
 /* ---- what several settings need ---- */
 
-/* A layer's policy that has all collected which the settings' own ask for, and the weights of `foretold` where they are asked for. */
-static const dt_policy *observing_policy(const dt_eviction *const *settings, size_t n, const dt_eviction *foretold, int32_t layer) {
+static bool foretells(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_weights; }
+
+/* A layer's policy that has all collected which the settings' own ask for; of those that foretell it is the first's, whose weights
+ * are at hand. */
+static const dt_policy *observing_policy(const dt_eviction *const *settings, size_t n, const dt_eviction *first, int32_t layer) {
     const dt_policy *policy = &dt_policy_importance_score;
     for (size_t i = 0; i < n; i++) {
-        const dt_budget *own = &settings[i]->budgets[layer];
+        const dt_budget *own = &settings[i]->budgets[layer], *theirs = &first->budgets[layer];
         if (dt_budget_needs_peak(own)) {
-            const bool known = own->policy->needs_weights && foretold->budgets[layer].weights != NULL;
-            policy = known && policy != &dt_policy_reconstruct ? foretold->budgets[layer].policy : &dt_policy_reconstruct;
+            const bool known = foretells(own) && foretells(theirs);
+            policy = known && policy != &dt_policy_reconstruct ? theirs->policy : &dt_policy_reconstruct;
         }
     }
     return policy;
+}
+
+static bool foretells_anywhere(const dt_eviction *eviction) {
+    bool any = false;
+    for (int32_t i = 0; i < eviction->n_layers; i++) {
+        any = any || foretells(&eviction->budgets[i]);
+    }
+    return any;
 }
 
 dt_status dt_eviction_observe(const dt_eviction *const *settings, size_t n, dt_eviction **out, dt_error *error) {
@@ -515,14 +526,15 @@ dt_status dt_eviction_observe(const dt_eviction *const *settings, size_t n, dt_e
     if (n == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "there are no eviction settings to observe attention for");
     }
-    const dt_eviction *foretold = settings[0];
+    const dt_eviction *foretold = NULL;
     for (size_t i = 0; i < n; i++) {
         if (settings[i]->n_layers != settings[0]->n_layers) {
             return dt_fail(error, DT_ERR_ARGUMENT, "eviction settings for %d and for %d layers are of different models",
                            settings[0]->n_layers, settings[i]->n_layers);
         }
-        foretold = foretold->weights == NULL ? settings[i] : foretold;
+        foretold = foretold == NULL && foretells_anywhere(settings[i]) ? settings[i] : foretold;
     }
+    foretold = foretold == NULL ? settings[0] : foretold;
     const dt_status status = dt_eviction_new(settings[0]->n_layers, "settings", "that only observe", out, error);
     for (int32_t i = 0; status == DT_OK && i < settings[0]->n_layers; i++) {
         dt_eviction_request *request = &(*out)->requests[i];

@@ -14,7 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_FILE_BYTES ((size_t)4 << 20) /* weights of a large model take 2 MiB */
+#define MAX_FILE_MIB 32 /* 80 layers of 64 KV heads have 12 MiB of weights */
+#define MAX_FILE_BYTES ((size_t)MAX_FILE_MIB << 20)
 #define MAX_LANES 4096
 #define MAX_WEIGHTS 4096 /* of one KV head */
 #define MAX_WEIGHT 1e6
@@ -367,6 +368,10 @@ static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], cons
         return fail_at(r, at[MIN_SIZE], field_names[MIN_SIZE], "%d is above %s%s %d; give at most that", budget.min_cache_size,
                        sizes == LANES ? "the smallest of " : "", field_names[sizes], least);
     }
+    if (!dt_eviction_has_room(request) && dt_eviction_least_size(request) > INT32_MAX) {
+        return fail_at(r, at[RECENT] >= 0 ? at[RECENT] : at[SINKS], field_names[at[RECENT] >= 0 ? RECENT : SINKS],
+                       "leaves no room in any layer: give a smaller one");
+    }
     if (!dt_eviction_has_room(request)) {
         return fail_at(r, at[sizes], field_names[sizes],
                        "%d leaves no room beside sink_tokens %d and recent_window %d; give at least %" PRId64, least,
@@ -483,7 +488,7 @@ static dt_status read_entry(reader *r, const char *key, json_t *value) {
     if (at[SCORE] >= 0 && request.policy != NULL && request.policy->score_name != NULL) {
         request.policy = dt_policy_find(request.policy->name, json_string_value(json_object_get(value, field_names[SCORE])));
     }
-    if (r->eviction->total_cache_size > 0) {
+    if (r->eviction->total_cache_size > 0 && request.policy != NULL) {
         at[MAX_SIZE] = at[MAX_SIZE] < 0 && at[LANES] < 0 ? 0 : at[MAX_SIZE]; /* not given: no bound */
     }
     status = check_request(r, at, &request);
@@ -515,7 +520,7 @@ static void log_unnamed(const reader *r) {
         length += (size_t)snprintf(list + length, sizeof list - length, "%s%s", length == 0 ? "" : ", ", range);
     }
     if (list[0] != '\0') {
-        dt_log(DT_LOG_INFO, "TLC: %s does not name layers %s: they keep everything", r->path, list);
+        dt_log(DT_LOG_INFO, "TLC: %s does not name layers %s: they evict nothing", r->path, list);
     }
 }
 
@@ -680,7 +685,8 @@ dt_status dt_eviction_config_file(int32_t n_layers, const char *path, dt_evictio
     if (file == NULL || ferror(file)) {
         status = dt_fail(error, DT_ERR_IO, "%s: the eviction config can't be read: %s", shown_path(path), strerror(errno));
     } else if (n_bytes > MAX_FILE_BYTES) {
-        status = dt_fail(error, DT_ERR_CONFIG, "%s: larger than 4 MiB, so hardly an eviction config", shown_path(path));
+        status =
+            dt_fail(error, DT_ERR_CONFIG, "%s: larger than %d MiB, so hardly an eviction config", shown_path(path), MAX_FILE_MIB);
     } else {
         status = dt_eviction_config_text(n_layers, path, text, n_bytes, out, error);
     }

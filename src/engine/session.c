@@ -540,12 +540,17 @@ static size_t common_prefix(const dt_session *s, const int32_t *tokens, size_t n
     return same;
 }
 
+/* What to do where a conversation may not pass its context. */
+static const char *advice(const dt_session *s) {
+    return may_evict(s)
+               ? "give a smaller max_cache_size for every layer, so that the conversation can go on past it, or raise the context "
+                 "length where the model can follow"
+               : "shorten the text, or raise the context length where the model can follow";
+}
+
 static dt_status fail_too_long(const dt_session *s, size_t n, int32_t most, dt_error *error) {
-    return dt_fail(
-        error, DT_ERR_LIMIT,
-        "%zu tokens don't fit into a context of %d (-c); shorten the text, or raise the context length where the model can "
-        "follow (it was trained with %d)",
-        n, most, s->model->info.n_ctx_train);
+    return dt_fail(error, DT_ERR_LIMIT, "%zu tokens don't fit into a context of %d (-c); %s (it was trained with %d)", n, most,
+                   advice(s), s->model->info.n_ctx_train);
 }
 
 /* Takes the session back to its first `position` tokens, or to fewer: to a snapshot, or to nothing, when that part is no longer
@@ -626,11 +631,9 @@ dt_status dt_session_check_room(const dt_session *s, int64_t n_more, dt_error *e
     if (n_more <= s->max_tokens - s->n_tokens) {
         return DT_OK;
     }
-    return dt_fail(
-        error, DT_ERR_LIMIT,
-        "%lld more tokens after %d don't fit into a context of %d (-c); shorten the text, or raise the context length where "
-        "the model can follow (it was trained with %d)",
-        (long long)n_more, s->n_tokens, s->max_tokens, s->model->info.n_ctx_train);
+    return dt_fail(error, DT_ERR_LIMIT,
+                   "%lld more tokens after %d don't fit into a context of %d (-c); %s (it was trained with %d)", (long long)n_more,
+                   s->n_tokens, s->max_tokens, advice(s), s->model->info.n_ctx_train);
 }
 
 dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error) {

@@ -58,15 +58,17 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
     const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
     *out = (dt_layer_stats){.policy = params->budget.policy ? params->budget.policy->name : "none",
                             .max_cache_size = params->budget.max_cache_size};
-    int64_t n_tokens = 0;
+    int64_t n_tokens = 0, n_slots = 0;
     for (int32_t lane = 0; lane < params->n_lanes; lane++) {
         dt_kv_lane_view view;
         dt_kv_lane(session->kv, layer, lane, &view);
         out->length = DT_MAX(out->length, view.n_entries - view.n_slots);
         out->slots_used = DT_MAX(out->slots_used, view.n_slots);
         n_tokens += view.n_entries - view.n_slots;
+        n_slots += view.n_slots;
     }
     out->mean_length = (double)n_tokens / params->n_lanes;
+    out->mean_slots = (double)n_slots / params->n_lanes;
     return DT_OK;
 }
 
