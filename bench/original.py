@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import peers  # noqa: E402
-from peers import ROOT, run, say  # noqa: E402
+from peers import ROOT, refuse, run, say  # noqa: E402
 
 REAL_MODEL = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 SPARE_BYTES = 2 << 30  # for the compute buffers, the program, the system
@@ -151,8 +151,6 @@ def measure_kld(args, model, shape):
 
 def make_model(args, name, shape):
     if shape.make is None:
-        if not REAL_MODEL.exists():
-            sys.exit(f"{REAL_MODEL} is not there; run: bash run.sh --model")
         return REAL_MODEL
     path = args.scratch / f"{name}.gguf"
     if not path.exists():
@@ -226,12 +224,18 @@ def read_rows(path):
     """Rows of an earlier run, by shape, so that shapes can be measured one at a time."""
     if not path.exists():
         return {}
-    shapes = {}
-    with open(path, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            for key in FIELDS[2:]:
-                row[key] = float(row[key]) if row.get(key) else None
-            shapes.setdefault(row["shape"], []).append(row)
+    shapes, needed = {}, ("prompt_tokens", "rounds", "prompt", "decode")
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                for key in FIELDS[2:]:
+                    row[key] = float(row[key]) if row.get(key) or key in needed else None
+                shapes.setdefault(row["shape"], []).append(row)
+        whole = all("TLC off" in [row["engine"] for row in rows] for rows in shapes.values())
+    except (OSError, ValueError, LookupError, TypeError, csv.Error):
+        whole = False
+    if not whole:
+        refuse(f"{path} is no table of an earlier run; move it away, or name another folder with -o")
     return shapes
 
 
@@ -288,6 +292,24 @@ def write_results(folder, shapes, args):
     return name
 
 
+def check(args, folder, shapes):
+    """What hours of measuring would end at."""
+    for program in (args.bench, args.eval, args.make_model):
+        if not os.access(program, os.X_OK):
+            refuse(f"{program} is not there; run: bash run.sh --test")
+    if args.llama_bench and not args.no_llama and not os.access(args.llama_bench, os.X_OK):
+        refuse(f"{args.llama_bench} is not there; leave --llama-bench out, and it is built")
+    if any(shape.make is None for shape in shapes) and not REAL_MODEL.exists():
+        refuse(f"{REAL_MODEL} is not there; run: bash run.sh --model")
+    if any(shape.kld_context for shape in shapes) and not os.access(args.text, os.R_OK):
+        refuse(f"{args.text} can't be read")
+    for path in (folder, args.scratch):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse(f"{path} can't be made a folder: {error.strerror}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama2-7b,llama2-13b,qwen-7b,chatglm2-6b,smollm2")
@@ -308,13 +330,10 @@ def main():
     unknown = [name for name in args.shapes.split(",") if name not in SHAPES]
     if unknown:
         parser.error(f"there is no shape {unknown[0]}; known: {', '.join(SHAPES)}")
-    for program in (args.bench, args.eval, args.make_model):
-        if not os.access(program, os.X_OK):
-            sys.exit(f"{program} is not there; run: bash run.sh --test")
     folder = args.output or ROOT / "bench/results" / peers.processor_name().replace(" ", "-")
-    args.scratch.mkdir(parents=True, exist_ok=True)
-    bench = None if args.no_llama else args.llama_bench or peers.build_peer("llama-bench")
+    check(args, folder, [SHAPES[name] for name in args.shapes.split(",")])
     shapes = read_rows(folder / f"original-t{args.threads}.csv")
+    bench = None if args.no_llama else args.llama_bench or peers.build_peer("llama-bench")
     for name in args.shapes.split(","):
         rows = measure_shape(args, bench, name, SHAPES[name])
         if rows:

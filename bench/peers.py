@@ -33,6 +33,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def refuse(text: str) -> None:
+    """What was asked wrongly, before anything is measured."""
+    say(f"error: {text}")
+    sys.exit(2)
+
+
 def run(command: list, what: str) -> str:
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, errors="replace")
     if done.returncode != 0:

@@ -29,11 +29,14 @@ import sysconfig
 import time
 import zipfile
 
-from peers import processor_name
+from peers import processor_name, refuse
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVAL = ROOT / "deeptutor-eval"
 GENRES = ("prose", "reference", "code", "dialogue")
+KINDS = ("kld", "needle", "presets", "parts")
+SETTING = {kind: re.compile(r"\S+ (once|always|quoted) (\d+(\.\d+)?%s)" % ("|on|off" if kind == "parts" else ""))
+           for kind in KINDS}  # names: method, evict, kept
 CORPUS = "chatterbot-corpus==1.3.3"
 PIECE_CHARS = 26000, 53000  # more than 4,353 tokens of any of the texts, and than 8,320 (dialogues less)
 KEPT = (0.25, 0.125)
@@ -110,9 +113,20 @@ def texts(folder, chars):
 
 # ---- settings --------------------------------------------------------------------------------------
 
+def read_calibration(path):
+    """The config, what each layer learned of it, and how many layers there are."""
+    try:
+        config = json.loads(pathlib.Path(path).read_text())
+        own = {layers: {k: entry[k] for k in ("policy", "score", "weights")} for layers, entry in config["layers"].items()}
+        return config, own, 1 + max(int(layers.split("-")[-1]) for layers in own)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        refuse("%s is not what ./deeptutor-eval calibrate writes (%s: %s)" % (path, type(error).__name__, error))
+
+
 class Settings:
-    def __init__(self, n_layers, calibration, context):
-        self.n_layers, self.calibration, self.context = n_layers, str(calibration), context
+    def __init__(self, calibration, context):
+        self.calibration, self.context = str(calibration), context
+        self.learned, self.own, self.n_layers = read_calibration(calibration)
 
     def equal(self, size, policy="importance_score", **fields):
         return {"config": {"0-": {"policy": policy, "max_cache_size": size, **fields}}}
@@ -130,9 +144,7 @@ class Settings:
 
     def alone(self, size):
         """Score predict with the same size for every head."""
-        config = json.loads(pathlib.Path(self.calibration).read_text())
-        own = {layers: {k: entry[k] for k in ("policy", "score", "weights")} for layers, entry in config["layers"].items()}
-        return {"config": {layers: {**entry, "max_cache_size": size} for layers, entry in own.items()}}
+        return {"config": {layers: {**entry, "max_cache_size": size} for layers, entry in self.own.items()}}
 
     def main(self, serving):
         """The four ways compressed once, also where the text goes on with a quotation, and shared budgets beside equal ones; and as
@@ -171,9 +183,8 @@ class Settings:
 
     def parts(self):
         """The scores fast and predict, and without each of their parts."""
-        config = json.loads(pathlib.Path(self.calibration).read_text())
-        for entry in config["layers"].values():
-            entry["score"] = PREDICT_WITHOUT
+        layers = {layers: {**entry, "score": PREDICT_WITHOUT} for layers, entry in self.learned["layers"].items()}
+        config = {**self.learned, "layers": layers}
         return [{"name": "%s always %d" % (score, size), "evict": "always", **self.equal(size, score=score)}
                 for size in PARTS_SIZES for score in ("fast",) + WITHOUT] + [
                 {"name": "%s always %d" % (score, size), "evict": "always", **self.predict(size), "config": source}
@@ -202,8 +213,10 @@ def evaluate(options, out, *args):
         return
     print("quality: %s %s" % (time.strftime("%H:%M:%S"), out.stem), flush=True)
     partial = out.with_suffix(".partial-%d.json" % os.getpid())
-    subprocess.run([str(EVAL), *map(str, args), "-m", options.model, "-t", str(options.threads), "--no-progress",
-                    "--log-level", "error", "--json", str(partial)], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([str(EVAL), *map(str, args), "-m", options.model, "-t", str(options.threads), "--no-progress",
+                           "--log-level", "error", "--json", str(partial)], stdout=subprocess.DEVNULL)
+    if done.returncode != 0:
+        sys.exit("deeptutor-eval %s ended with %d; its own message is above" % (args[0], done.returncode))
     partial.rename(out)
 
 
@@ -211,10 +224,6 @@ def calibrate(options, folder):
     path = folder / "calibration.tlc.json"
     evaluate(options, path, "calibrate", "--chunks", 2)
     return path
-
-
-def layers_of(calibration):
-    return 1 + max(int(key.split("-")[-1]) for key in json.loads(pathlib.Path(calibration).read_text())["layers"])
 
 
 def runs(options, folder, files):
@@ -239,9 +248,13 @@ def runs(options, folder, files):
 
 def measure(options):
     folder = pathlib.Path(options.output)
+    for path in (options.model, EVAL, *([options.calibration] if options.calibration else [])):
+        if not os.path.isfile(path):
+            refuse("%s is not there%s" % (path, "; build it with: bash run.sh" if path == EVAL else ""))
+    if folder.exists() and not folder.is_dir():
+        refuse("%s is no folder" % folder)
     files = texts(folder / "texts", PIECE_CHARS[options.context > 4096])
-    settings = Settings(layers_of(options.calibration or calibrate(options, folder)),
-                        pathlib.Path(options.calibration or folder / "calibration.tlc.json").resolve(), options.context)
+    settings = Settings(pathlib.Path(options.calibration or calibrate(options, folder)).resolve(), options.context)
     for kind, rows in (("kld", settings.main(True)), ("once", settings.main(False)), ("presets", settings.presets()),
                        ("needle", settings.needles(NEEDLE_CONTEXT)), ("parts", settings.parts() + settings.slots())):
         (folder / ("%s-settings.json" % kind)).write_text(json.dumps(rows))
@@ -257,12 +270,27 @@ def mean(values):
     return m, math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values)) if len(values) > 1 else 0.0
 
 
-def rows_of(folder, kind):
+def read_rows(file, kind):
+    """The rows of a result, with all that the tables need."""
+    try:
+        rows = json.loads(file.read_text())["settings"]
+        for row in rows:
+            numbers = [s[k] for s in row["samples"] for k in ("right", "full")] if kind == "needle" else [
+                row[k] for k in ("kept_share", "kld", "top1")]
+            if not SETTING[kind].fullmatch(row["name"]) or not all(isinstance(number, (int, float)) for number in numbers):
+                raise ValueError("setting %s" % row["name"])
+        return rows
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        refuse("%s is no whole result of this comparison (%s: %s); remove it, and without --table it is measured again" % (
+            file, type(error).__name__, error))
+
+
+def rows_of(folder, name):
     """{setting: {piece: row}}"""
     found = {}
-    for file in sorted(folder.glob("%s-*.json" % kind)):
+    for file in sorted(folder.glob("%s-*.json" % name)):
         if not re.search(r"settings|partial", file.name):
-            for row in json.loads(file.read_text())["settings"]:
+            for row in read_rows(file, name.split("-")[0]):
                 found.setdefault(row["name"], {})[file.stem.split("-", 1)[1]] = row
     return found
 
@@ -288,15 +316,15 @@ def kld_table(folder, options):
              "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |%s" % (" ---: |" * len(GENRES))]
     for name, pieces in sorted(found.items(), key=order):
         method, evict, kept = name.split()
-        kld, window = klds(pieces), klds(found["window %s %s" % (evict, kept)])
-        gain = [window[piece] - kld[piece] for piece in kld]
+        kld, window = klds(pieces), klds(found.get("window %s %s" % (evict, kept), {}))
+        gain = [] if method == "window" else [window[piece] - kld[piece] for piece in kld if piece in window]
         of_genre = [[v for piece, v in kld.items() if piece.startswith(genre)] for genre in GENRES]
         cells = ["%.4f" % mean(values)[0] if values else "" for values in of_genre]
         lines.append("| %s | %s | %s | %d | %.4f ± %.4f | %.3f | %.3f | %s | %s | %s |" % (
             evict, kept, method, len(kld), *mean(list(kld.values())), mean([row["top1"] for row in pieces.values()])[0],
             max(kld.values()),
-            "" if method == "window" else "%.4f ± %.4f" % mean(gain),
-            "" if method == "window" else "%d of %d" % (sum(g > 0 for g in gain), len(gain)), " | ".join(cells)))
+            "%.4f ± %.4f" % mean(gain) if gain else "",
+            "%d of %d" % (sum(g > 0 for g in gain), len(gain)) if gain else "", " | ".join(cells)))
     return lines + [""]
 
 
@@ -379,13 +407,20 @@ def write_results(options, lines):
     path.with_suffix(".csv").write_text("\n".join(rows) + "\n")
 
 
+def kinds(text):
+    unknown = [kind for kind in text.split(",") if kind not in KINDS]
+    if unknown:
+        raise argparse.ArgumentTypeError("there is no '%s'; known: %s" % (unknown[0], ", ".join(KINDS)))
+    return text.split(",")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-o", "--output", required=True, metavar="DIR")
     parser.add_argument("--calibration", metavar="F", help="what predict goes by (made in DIR)")
-    parser.add_argument("--only", default="kld,needle,presets,parts", type=lambda text: text.split(","))
-    parser.add_argument("--pieces", type=int, default=8, help="of each kind of text, at most 8")
+    parser.add_argument("--only", default=",".join(KINDS), type=kinds)
+    parser.add_argument("--pieces", type=int, default=8, choices=range(1, 9), metavar="N", help="of each kind of text, at most 8")
     parser.add_argument("--serving", type=int, default=2, help="of these, compared as serving does too, token by token: slow (2)")
     parser.add_argument("--context", type=int, default=2048, help="tokens read, at most 8064, where presets are as large as they are; "
                         "a DIR of its own for each (2048)")
@@ -395,9 +430,11 @@ def main():
     parser.add_argument("--table", action="store_true", help="print the tables of what is there, and measure nothing")
     parser.add_argument("--results", metavar="F", help="write them to F.md and F.csv")
     options = parser.parse_args()
+    folder = pathlib.Path(options.output)
     if not options.table:
         measure(options)
-    folder = pathlib.Path(options.output)
+    elif not folder.is_dir():
+        refuse("%s is no folder" % folder)
     lines = kld_table(folder, options) + needles_table(folder) + presets_table(folder) + comparisons(folder)
     print("\n".join(lines))
     if options.results:

@@ -1,4 +1,4 @@
-"""python/eval on a tiny model: pages from real results, task files, and kld against a model written in numpy."""
+"""python/eval on a tiny model: pages from real results, task files, kld against a model written in numpy; and what it refuses."""
 import html.parser
 import json
 import os
@@ -27,8 +27,20 @@ def tiny(tmp_path_factory):
 def python(script, *args, code=0):
     done = subprocess.run([sys.executable, str(ROOT / "python/eval" / script), *map(str, args)], stdin=subprocess.DEVNULL,
                           capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     return done
+
+
+KLD = {"command": "kld", "model": "m.gguf", "eviction": "local_window", "kv_type": "f16", "prefill": "exact", "context": 64,
+       "evict": "always", "kept_share": 0.5, "kld": 0.1, "kld_error": 0, "top1": 0.9, "nll": 2.1, "nll_full": 2, "chunks": [{}]}
+AB = {"command": "ab", "model": "m.gguf", "exact_match": 1, "rouge_l": 1, "rouge_l_error": 0, "token_agreement": 1, "speedup": 1,
+      "kv_share": 1, "verdict": None, "samples": [{"line": 1, "exact_match": True, "rouge_l": 1, "token_agreement": 1,
+                                                   "off": {"text": "a"}, "on": {"text": "a"}}]}
+
+
+def write(path, value):
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
 
 
 class Page(html.parser.HTMLParser):
@@ -98,12 +110,126 @@ def check_map(row, result):
     assert abs(sum(lanes) / len(lanes) - row["kept_share"]) < 0.002
 
 
-def test_what_is_no_result(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text("{}")
-    assert "no result" in python("report.py", "-o", tmp_path / "r.html", path, code=1).stderr
-    assert "can't be read" in python("report.py", "-o", tmp_path / "r.html", tmp_path / "missing.json", code=1).stderr
+FAKE_EVAL = """#!/usr/bin/env python3
+import json, sys
+open(sys.argv[0] + ".log", "a").write(sys.argv[1] + chr(10))
+row = {"command": sys.argv[1], "accuracy": 1, "accuracy_full": 1, "samples": [], **json.loads('%s')}
+open(sys.argv[sys.argv.index("--json") + 1], "w").write(json.dumps(row))
+"""
+
+
+def test_results_are_of_what_was_asked(tmp_path):
+    """Measured once for the same model, text and flags; anew for any other."""
+    pytest.importorskip("matplotlib")
+    program = write(tmp_path / "eval", FAKE_EVAL % json.dumps({key: KLD[key] for key in KLD if key != "command"}))
+    program.chmod(0o755)
+    model, text, log = write(tmp_path / "m.gguf", "x"), write(tmp_path / "t.txt", "one"), tmp_path / "eval.log"
+
+    def measured(*more, code=0):
+        log.write_text("")
+        done = python("report.py", "-o", tmp_path / "r.html", "-m", model, "-f", text, "--program", program, *more, code=code)
+        n = len(log.read_text().splitlines())
+        assert code or done.stderr.count("is there already") == 6 - n, done.stderr
+        return n
+    assert [measured(), measured(), measured("--kept", "0.5"), measured("--kept", "0.5")] == [6, 0, 6, 0]
+    write(text, "another")
+    write(tmp_path / "r_results/kld-window.json", "{")
+    assert [measured("--kept", "0.5"), measured("--kept", "0.5")] == [6, 0]
+    write(tmp_path / "r_results/kld-window.json", "{")
+    assert measured("--kept", "0.5") == 1
+    model.unlink()
+    assert measured(code=2) == 0
+
+
+def test_named_settings(tmp_path):
+    """A line for each name, with how it evicts; a result that does not say so claims nothing."""
+    pytest.importorskip("matplotlib")
+    row = {key: KLD[key] for key in ("kept_share", "kld", "kld_error", "top1", "nll", "nll_full", "chunks")}
+    head = {key: KLD[key] for key in KLD if key not in row}
+    new = write(tmp_path / "new.json", {**head, "eviction": "settings s.json", "settings": [
+        {**row, "name": "wide", "evict": "once"}, {**row, "name": "wide", "evict": "once", "kept_share": 0.25},
+        {**row, "name": "far", "evict": "always"}]})
+    old = write(tmp_path / "old.json", {**head, "settings": [{**row, "name": "a"}, {**row, "name": "b"}]})
+    plain, page = write(tmp_path / "plain.json", KLD), tmp_path / "r.md"
+
+    def series(*results):
+        python("report.py", "-o", page, *results)
+        return re.findall(r"^\| (.*?) \| \d", page.read_text(), re.M)
+    assert series(new) == ["wide (once)", "wide (once)", "far (always)"]
+    assert series(old) == ["a", "b"]
+    assert series(f"mine={new}", old, plain)[2:] == ["mine: far (always)", "old: a", "old: b", "local_window (always)"]
+    write(plain, {**KLD, "name": "alone"})
+    assert series(plain) == ["alone"]
+
+
+def test_many_settings_and_nothing_lost(tmp_path):
+    """No warnings of the plotting library, whatever is on a line: KL divergence 0 has no logarithm."""
+    pytest.importorskip("matplotlib")
+    rows = [{**KLD, "name": f"setting {i}", "kld": i / 10} for i in range(64)]
+    for result in (KLD, {**KLD, "kld": 0}, {**KLD, "kld": -1e-7}, {**KLD, "kept_share": 0}, {**KLD, "settings": rows}):
+        assert python("report.py", "-o", tmp_path / "r.html", write(tmp_path / "x.json", result)).stderr == ""
+
+
+@pytest.mark.parametrize("value, what", [
+    ("", "can't be read"), ('{"command": "kld"', "can't be read"), ({}, "is no result"), ([], "is no result"),
+    ({**KLD, "model": None}, ": model is"), ({**KLD, "kld": None}, ": kld is"), ({**KLD, "kld": float("nan")}, ": kld is"),
+    ({key: KLD[key] for key in KLD if key != "chunks"}, ": chunks is"), ({**KLD, "settings": "x"}, ": settings is"),
+    ({**KLD, "settings": []}, ": settings is"), ({**KLD, "settings": [{**KLD, "top1": "1"}]}, ": settings[0].top1 is"),
+    ({**KLD, "map": {"kept": [[1]], "lanes": [1]}}, ": map.lanes[0] is"), ({**AB, "exact_match": None}, ": exact_match is"),
+    ({**AB, "samples": [{**AB["samples"][0], "on": {}}]}, ": samples[0].on.text is"),
+    ({"command": "tasks", "model": "m", "tasks": [{}]}, ": tasks[0].name is")])
+def test_what_is_no_result(tmp_path, value, what):
+    path = write(tmp_path / "x.json", value)
+    failed = python("report.py", "-o", tmp_path / "r.html", path, code=2)
+    assert failed.stderr.startswith(f"error: {path} ") and what in failed.stderr and failed.stderr.count("\n") == 1
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_what_is_no_report(tmp_path):
+    assert "can't be read" in python("report.py", "-o", tmp_path / "r.html", tmp_path / "missing.json", code=2).stderr
     python("report.py", "-o", tmp_path / "r.html", code=2)
+
+
+@pytest.mark.parametrize("command, what", [
+    ("report.py -o {0}/x.json {0}/x.json", "is read"), ("report.py -o {0}/link.json new={0}/x.json", "is read"),
+    ("report.py -o {0}/t.jsonl -m {0}/x.json -f {0}/t.jsonl", "is read"), ("report.py -o {0} {0}/x.json", "is a folder"),
+    ("report.py -o {0}/missing/r.html {0}/x.json", "is no folder"),
+    ("report.py -o {0}/r.html -m {0}/x.json -f {0}/t.jsonl", "r_results is needed as a folder"),
+    ("report.py -o {0}/s.md {0}/x.json", "s_files is needed as a folder"),
+    ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/t.jsonl", "is read"),
+    ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/missing/x.json", "is no folder"),
+    ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/r_results --eviction-config={0}/r_results", "is read"),
+    ("tasks.py -m {0}/missing.gguf -i {0}/t.jsonl -o {0}/y.json", "missing.gguf can't be read")])
+def test_outputs_that_are_refused(tmp_path, command, what):
+    """Before anything is measured, and nothing is written."""
+    for name in ("x.json", "t.jsonl", "r_results", "s_files"):
+        write(tmp_path / name, KLD)
+    (tmp_path / "link.json").symlink_to("x.json")
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    measures = ["--program", sys.executable] if "-m " in command else []  # would end with another message
+    failed = python(*command.format(tmp_path).split(), *measures, code=2)
+    assert what in failed.stderr and failed.stderr.count("\n") == 1, failed.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_what_the_reference_needs(tmp_path):
+    pytest.importorskip("gguf")
+    model = write(tmp_path / "m.gguf", "no model")
+    common = ["reference.py", "-m", model, "-f", model, "--program", sys.executable]
+    assert "run.sh --test" in python(*common, "--ask-llama", tmp_path / "missing", code=2).stderr
+    assert "not a whole GGUF model" in python(*common, "--ask-llama", sys.executable, code=2).stderr
+    assert "is no folder" in python(*common, "--ask-llama", sys.executable, "--json", tmp_path / "missing/x.json", code=2).stderr
+
+
+@pytest.mark.parametrize("script", ["report.py", "reference.py"])
+def test_python_without_packages(tmp_path, script):
+    """.venv's takes over where there is one; else a sentence."""
+    arguments = ["-o", tmp_path / "r.html", write(tmp_path / "x.json", KLD)] if script == "report.py" else ["--help"]
+    done = subprocess.run([sys.executable, "-I", "-S", ROOT / "python/eval" / script, *arguments], capture_output=True, text=True,
+                          timeout=300)
+    assert (done.returncode == 0) if (ROOT / ".venv/bin/python").exists() else (
+        done.returncode == 2 and "run.sh --test" in done.stderr), done
+    assert "Traceback" not in done.stderr
 
 
 def test_metrics():
@@ -136,7 +262,7 @@ def test_tasks(tiny, tmp_path):
             assert abs(task[f"score_{side}"] - sum(scores) / len(scores)) < 1e-12
         assert task["kv_share"] <= 1
     ruler.write_text('{"input": "x"}')
-    assert "line 1" in python("tasks.py", "-m", tiny, "-i", ruler, "-o", out, "--program", EVAL, code=1).stderr
+    assert "line 1" in python("tasks.py", "-m", tiny, "-i", ruler, "-o", out, "--program", EVAL, code=2).stderr
     pytest.importorskip("matplotlib")
     python("report.py", "-o", tmp_path / "r.html", out)
     Page((tmp_path / "r.html").read_text())

@@ -44,6 +44,21 @@ def test_better_setting_of_llama(tmp_path):
         "0128,16", "0256,8", "0512,32", "1128,16", "1512,1"], asked
 
 
+@pytest.mark.parametrize("folder, what", [("file/results", "can't be made a folder"), ("broken", "is no table"),
+                                          ("half", "is no table")])
+def test_folders_that_are_refused(tmp_path, folder, what):
+    """Before anything is measured."""
+    (tmp_path / "file").write_text("")
+    for name, text in (("broken", "shape,engine\ntiny,TLC off\n"), ("half", "shape,engine,prompt_tokens,rounds,prompt,decode\n"
+                                                                      "tiny,TLC docqa,512,1,1,1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "original-t1.csv").write_text(text)
+    command = [sys.executable, ROOT / "bench/original.py", "--shapes", "tiny", "--no-llama", "-t", "1", "-o", tmp_path / folder,
+               "--scratch", tmp_path / "models", "--bench", sys.executable, "--eval", EVAL, "--make-model", MAKE_MODEL]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and what in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_tiny_shape(tmp_path):
     command = [sys.executable, str(ROOT / "bench/original.py"), "--shapes", "tiny", "--no-llama", "-t", "1", "-o", tmp_path,
                "--scratch", tmp_path / "models", "--bench", BENCH, "--eval", EVAL, "--make-model", MAKE_MODEL]

@@ -6,11 +6,11 @@ Invariant: a page needs nothing from outside, reads at 360 and at 1,600 pixels, 
 """
 import html
 import io
-import os
 import pathlib
 import re
 
 from eval import plots
+from eval.command import write_whole
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --panel: #fff; --ink: #1c2530; --soft: #5b6875; --grid: #d5dce3; }
@@ -137,6 +137,4 @@ def write(path, title, blocks):
         text = to_markdown(title, blocks, path.with_name(path.stem + "_files"))
     else:
         text = to_html(title, blocks)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, text)

@@ -41,11 +41,14 @@ def _legend(figure, axis):
 
 
 def _style(i):
-    return {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+    """The same colour again has another marker."""
+    return {"color": COLORS[i % len(COLORS)], "marker": MARKERS[(i + i // len(COLORS)) % len(MARKERS)]}
 
 
 def against_kept(series, label, log=False, share=False, reference=None):
-    """series: {name: [(kept, value, error)]}; a point each, joined. Kept shares on a doubling scale, the full cache rightmost."""
+    """series: {name: [(kept, value, error)]}; a point each, joined. Kept shares on a doubling scale, the full cache rightmost. log:
+    where all values have a logarithm."""
+    log = log and all(value > 0 for points in series.values() for _, value, _ in points)
     figure, axis = _figure()
     for i, (name, points) in enumerate(series.items()):
         kept, values, errors = zip(*sorted(points))
@@ -64,6 +67,8 @@ def against_kept(series, label, log=False, share=False, reference=None):
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axis.yaxis.set_minor_formatter(lambda y, _: "")
+    elif not share:
+        axis.set_ylim(bottom=min(0, *(value for points in series.values() for _, value, _ in points)))
     if share:
         axis.yaxis.set_major_formatter(PERCENT)
     axis.set_xlabel("tokens kept, of the context")
@@ -94,7 +99,8 @@ def layer_map(rows, context, label, log=False):
     figure, axis = _figure(min(max(2.2, 1.3 + 0.075 * len(rows)), 4.6))
     values = [value for row in grid for value in row if value == value]
     low = min((value for value in values if value > 0), default=1e-6)
-    norm = matplotlib.colors.LogNorm(max(low, max(values) * 1e-4), max(values)) if log else matplotlib.colors.Normalize(0, 1)
+    high = max(low, *values)
+    norm = matplotlib.colors.LogNorm(max(low, high * 1e-4), high) if log else matplotlib.colors.Normalize(0, 1)
     image = axis.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest",
                         extent=(0, context, len(rows) - 0.5, -0.5))
     if log:

@@ -8,7 +8,8 @@ The context is read whole; then every layer and head keeps the first 4 tokens an
 teacher-forced on what is left, growing (kld --evict once --policy local_window). Weights are dequantized to float32; nothing is
 rounded to half precision or bytes, so small differences to the program are expected: it computes with the file's quantized weights.
 --with kvpress asks that library instead of numpy. Models of architecture llama without rope scaling. Tokens come from the tests'
-ask_llama (libllama), or from --tokens, a JSON list.
+ask_llama (libllama), which bash run.sh --test builds, or from --tokens, a JSON list. Where numpy or gguf is missing, .venv's Python
+takes over.
 """
 import argparse
 import json
@@ -18,9 +19,16 @@ import subprocess
 import sys
 import tempfile
 
-import numpy as np
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from eval.command import (ROOT, check_inputs, check_output, check_program, fail, go_on_in_venv, run_program,  # noqa: E402
+                          write_whole)
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+try:
+    import gguf
+    import numpy as np
+except ModuleNotFoundError as missing:
+    go_on_in_venv(missing)
+
 SINKS = 4
 BLOCK = 128  # queries at a time
 
@@ -29,20 +37,21 @@ class KVPress:
     """The same measured with the library kvpress, where it is installed with torch (several GB): python3 -m pip install kvpress gguf."""
 
     def __init__(self, path):
+        from kvpress import StreamingLLMPress  # first: it brings the others
         from transformers import AutoModelForCausalLM
 
+        self.press = StreamingLLMPress
         folder, name = os.path.split(os.path.realpath(path))
         self.model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, attn_implementation="sdpa").float().eval()
 
     def log_probabilities(self, context, fed, n_keep):
         import torch
-        from kvpress import StreamingLLMPress
         from transformers import DynamicCache
 
         cache, at = DynamicCache(), torch.arange(len(context), len(context) + len(fed))[None]
         ratio = 1 - (n_keep + 0.5) / len(context) if n_keep < len(context) else 0.0  # it keeps the whole part of context x (1 - ratio)
         with torch.no_grad():
-            with StreamingLLMPress(compression_ratio=ratio, n_sink=SINKS)(self.model):
+            with self.press(compression_ratio=ratio, n_sink=SINKS)(self.model):
                 self.model.model(input_ids=torch.tensor([context.tolist()]), past_key_values=cache)
             assert cache.get_seq_length() == n_keep
             logits = self.model(input_ids=torch.tensor([fed.tolist()]), past_key_values=cache, position_ids=at).logits[0]
@@ -56,17 +65,16 @@ class Llama:
     """Rows of the residual stream through all layers, with a KV cache per layer that grows."""
 
     def __init__(self, path):
-        import gguf
-
-        reader = gguf.GGUFReader(path)
+        reader = open_model(path)
         self.w = {t.name: gguf.dequantize(t.data, t.tensor_type).astype(np.float32) for t in reader.tensors}
 
         def number(key, default=None):
             field = reader.get_field("llama." + key)
             return default if field is None else field.parts[field.data[0]][0].item()
-        architecture = bytes(reader.get_field("general.architecture").parts[-1]).decode()
-        if architecture != "llama" or number("rope.scaling.factor") or "rope_freqs.weight" in self.w:
-            sys.exit("error: only architecture llama without rope scaling is computed here")
+        architecture = reader.get_field("general.architecture")
+        if (architecture is None or bytes(architecture.parts[-1]) != b"llama" or number("rope.scaling.factor")
+                or "rope_freqs.weight" in self.w):
+            fail("only architecture llama without rope scaling is computed here")
         self.n_layers, self.heads = number("block_count"), number("attention.head_count")
         self.kv_heads = number("attention.head_count_kv", self.heads)
         self.dim = number("attention.key_length", number("embedding_length") // self.heads)
@@ -155,21 +163,29 @@ def measure_piece(model, tokens, n_context, keeps):
     return np.array(rows, np.float64)
 
 
-def start_token(path):
-    import gguf
+def open_model(path):
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # the package raises whatever it stumbles over in a broken file
+        fail(f"{path} is not a whole GGUF model: {type(error).__name__}: {error}")
 
-    field = gguf.GGUFReader(path).get_field("tokenizer.ggml.bos_token_id")
+
+def start_token(path):
+    field = open_model(path).get_field("tokenizer.ggml.bos_token_id")
     return None if field is None else field.parts[field.data[0]][0].item()
 
 
 def tokenize(args):
     """Token ids of the text, as the program reads it: marks are plain text, and nothing is put in front."""
     if args.tokens:
-        return json.loads(pathlib.Path(args.tokens).read_text())
+        try:
+            return [int(token) for token in json.loads(pathlib.Path(args.tokens).read_text())]
+        except (ValueError, TypeError):
+            fail(f"{args.tokens} is no JSON list of token ids")
     with open(args.file, "rb") as file:
         done = subprocess.run([args.ask_llama, args.model, "tokens", "--plain"], stdin=file, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"error: {args.ask_llama} failed: {done.stderr[-500:]}")
+        fail(f"{args.ask_llama} failed: {done.stderr[-500:]}", 1)
     tokens = json.loads(done.stdout)
     return tokens[1:] if tokens[:1] == [start_token(args.model)] else tokens
 
@@ -177,12 +193,21 @@ def tokenize(args):
 def measure_ours(args):
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "kld.json")
-        subprocess.run([args.program, "kld", "-m", args.model, "-f", args.file, "--context", str(args.context), "--continuation",
-                        str(args.continuation), "--chunks", str(args.chunks), "--policy", "local_window", "--evict", "once",
-                        "--kept", ",".join(map(str, args.kept)), "--json", out], check=True,
-                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        run_program([args.program, "kld", "-m", args.model, "-f", args.file, "--context", args.context, "--continuation",
+                     args.continuation, "--chunks", args.chunks, "--policy", "local_window", "--evict", "once",
+                     "--kept", ",".join(map(str, args.kept)), "--json", out], stdout=subprocess.DEVNULL)
         result = json.loads(pathlib.Path(out).read_text())
     return [[[c["kld"], c["top1"], c["nll"], c["nll_full"]] for c in row["chunks"]] for row in result.get("settings", [result])]
+
+
+def check(args):
+    inputs = [args.model, args.file, *([args.tokens] if args.tokens else [])]
+    check_inputs(inputs)
+    check_program(args.program, "bash run.sh")
+    if not args.tokens:
+        check_program(args.ask_llama, "bash run.sh --test")
+    if args.json:
+        check_output(args.json, inputs)
 
 
 def main(argv=None):
@@ -199,10 +224,14 @@ def main(argv=None):
     parser.add_argument("--program", default=str(ROOT / "deeptutor-eval"))
     parser.add_argument("--json", help="write both sides' numbers there")
     args = parser.parse_args(argv)
-    model = {"numpy": Llama, "kvpress": KVPress}[args.engine](args.model)
+    check(args)
+    try:
+        model = {"numpy": Llama, "kvpress": KVPress}[args.engine](args.model)
+    except ModuleNotFoundError as error:
+        go_on_in_venv(error)
     tokens, size = tokenize(args), args.context + args.continuation + 1
     if len(tokens) < size * args.chunks:
-        sys.exit(f"error: {args.chunks} pieces need {size * args.chunks} tokens; the text has {len(tokens)}")
+        fail(f"{args.chunks} pieces need {size * args.chunks} tokens; the text has {len(tokens)}")
     ours, pieces = np.array(measure_ours(args)), []
     for i in range(args.chunks):
         pieces.append(measure_piece(model, np.array(tokens[i * size:(i + 1) * size]), args.context,
@@ -216,7 +245,7 @@ def main(argv=None):
             print(f"| {share} | {name} | {x[0]:.4f} | {y[0]:.4f} | {y[0] / x[0]:.3f} | {x[1]:.3f} | {y[1]:.3f} "
                   f"| {x[3]:.4f} | {y[3]:.4f} |")
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"kept": args.kept, "theirs": theirs.tolist(), "ours": ours.tolist()}))
+        write_whole(args.json, json.dumps({"kept": args.kept, "theirs": theirs.tolist(), "ours": ours.tolist()}))
 
 
 if __name__ == "__main__":

@@ -6,69 +6,26 @@ usage: python3 python/eval/report.py -o REPORT.html [LABEL=]RESULT.json ...
 
 The first form reads results, several of a kind too: lines of one plot, named by what was evicted how, or by LABEL. The second
 measures first: kld and needles of a window, of importance_score and of reconstruction with a shared budget at three sizes, and with
--i an A/B test with preset docqa; the results stay in REPORT_results/, and what lies there is not measured again. A name that ends
-in .md gives Markdown, with its pictures in REPORT_files/; any other one self-contained HTML file.
+-i an A/B test with preset docqa; the results stay in REPORT_results/, and what was measured there by the same command on the same
+files is not measured again. A name that ends in .md gives Markdown, with its pictures in REPORT_files/; any other one
+self-contained HTML file.
 """
 import argparse
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "python"))
-COMMANDS = ("kld", "needle", "ab", "tasks")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from eval.command import (ROOT, check_folder, check_inputs, check_output, check_program, fail, go_on_in_venv,  # noqa: E402
+                          run_program, write_whole)
+from eval.results import BadResult, name_series, read_result, series_of  # noqa: E402
+
 METHODS = [
     ("window", ["--policy", "local_window"]),
     ("importance", ["--policy", "importance_score"]),
     ("reconstruct", ["--policy", "importance_score", "--score", "reconstruct", "--budget", "adaptive"]),
 ]
-
-
-def fail(text):
-    sys.exit(f"error: {text}")
-
-
-# ---- results ----
-
-def read_result(argument):
-    """A result with its label; "settings" always a list of rows."""
-    label, _, path = argument.rpartition("=")
-    if label and os.path.exists(argument):
-        label, path = "", argument
-    try:
-        with open(path, encoding="utf-8") as file:
-            result = json.load(file)
-    except (OSError, ValueError) as error:
-        fail(f"{path} can't be read: {error}")
-    if not isinstance(result, dict) or result.get("command") not in COMMANDS:
-        fail(f"{path} is no result of deeptutor-eval kld, needle or ab (their --json), nor of tasks.py")
-    if result["command"] in ("kld", "needle"):
-        result["settings"] = result.get("settings") or [result]
-    result["label"] = label or result.get("eviction") or pathlib.Path(path).stem
-    return result
-
-
-def name_series(results):
-    """Labels that tell results of one command apart: by the model, the cache's type, the kind of question, where they differ."""
-    def differing(key, default=""):
-        values = {result.get(key, default) for result in results}
-        return (lambda result: [str(result.get(key, default))]) if len(values) > 1 else (lambda result: [])
-    extras = [differing(key) for key in ("kv_type", "evict", "question", "prefill", "context")]
-    models = {os.path.basename(result["model"]) for result in results}
-    for result in results:
-        parts = [part for extra in extras for part in extra(result)]
-        parts += [os.path.basename(result["model"])] if len(models) > 1 else []
-        result["name"] = result["label"] + (f" ({', '.join(parts)})" if parts else "")
-
-
-def series_of(results, value, error=None):
-    series = {}
-    for result in results:
-        for row in result["settings"]:
-            series.setdefault(result["name"], []).append((row["kept_share"], row[value], row.get(error, 0.0)))
-    return series
 
 
 # ---- sections ----
@@ -84,7 +41,7 @@ def spread(value, error, n, form):
 
 def kld_blocks(results, plots):
     name_series(results)
-    rows = [[r["name"], percent(row["kept_share"]), spread(row["kld"], row["kld_error"], len(row["chunks"]), ".4f"),
+    rows = [[row["series"], percent(row["kept_share"]), spread(row["kld"], row["kld_error"], len(row["chunks"]), ".4f"),
              f"{row['top1']:.3f}", f"{row['nll'] - row['nll_full']:+.4f}", str(len(row["chunks"]))]
             for r in results for row in r["settings"]]
     yield "heading", "Distance from the full cache"
@@ -105,9 +62,9 @@ def attention_blocks(results, plots):
     kept = {}
     for result in results:
         for row in result["settings"]:
-            shares = row.get("map", {}).get("mass_kept", [])
+            shares = (row.get("map") or {}).get("mass_kept", [])
             if any(share is not None for share in shares):
-                kept[f"{result['name']}, {percent(row['kept_share'])}"] = shares
+                kept[f"{row['series']}, {percent(row['kept_share'])}"] = shares
     figures = []
     if mass:
         figures.append((plots.layer_map(mass[0], mass[1]["context"], "attention", log=True), "Where attention goes, by layer"))
@@ -125,8 +82,8 @@ def kept_blocks(results, plots):
     maps, lanes = [], []
     for result in results:
         for row in result["settings"]:
-            if "map" in row:
-                caption = f"{result['name']}, {percent(row['kept_share'])} kept"
+            if row.get("map"):
+                caption = f"{row['series']}, {percent(row['kept_share'])} kept"
                 maps.append((plots.layer_map(row["map"]["kept"], result["context"], "kept"), caption))
                 shares = [share for layer in row["map"]["lanes"] for share in layer]
                 if max(shares) - min(shares) > 0.01:
@@ -143,8 +100,8 @@ def kept_blocks(results, plots):
 
 def needle_blocks(results, plots):
     name_series(results)
-    rows = [[r["name"], r.get("question", ""), percent(row["kept_share"]), f"{row['accuracy']:.3f}", f"{row['accuracy_full']:.3f}",
-             str(len(row["samples"]))] for r in results for row in r["settings"]]
+    rows = [[row["series"], r.get("question") or "", percent(row["kept_share"]), f"{row['accuracy']:.3f}",
+             f"{row['accuracy_full']:.3f}", str(len(row["samples"]))] for r in results for row in r["settings"]]
     full = max(row["accuracy_full"] for r in results for row in r["settings"])
     yield "heading", "Facts hidden in the text"
     yield "text", ("Numbers hidden at random depths and asked for, before eviction (aware) or after it: the share of answers with "
@@ -158,22 +115,22 @@ def ab_blocks(results, plots):
     name_series(results)
     yield "heading", "The same prompts, eviction off and on"
     yield "table", ["eviction", "samples", "same output", "ROUGE-L", "tokens agree", "decode speed", "KV of full", "verdict"], [
-        [r["name"], str(len(r["samples"])), f"{r['exact_match']:.3f}",
+        [r["series"], str(len(r["samples"])), f"{r['exact_match']:.3f}",
          spread(r["rouge_l"], r["rouge_l_error"], len(r["samples"]), ".3f"), f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x",
          percent(r["kv_share"]),
-         "-" if r["verdict"] is None else "pass" if r["verdict"]["pass"] else "fail"] for r in results]
-    checks = [[r["name"], c["name"], f"{c['value']:.4f}", f"{c['threshold']:.4f}", "pass" if c["pass"] else "fail"]
-              for r in results if r["verdict"] for c in r["verdict"]["checks"]]
+         "-" if not r.get("verdict") else "pass" if r["verdict"]["pass"] else "fail"] for r in results]
+    checks = [[r["series"], c["name"], f"{c['value']:.4f}", f"{c['threshold']:.4f}", "pass" if c["pass"] else "fail"]
+              for r in results if r.get("verdict") for c in r["verdict"]["checks"]]
     if checks:
         yield "table", ["eviction", "checked", "measured", "wanted", ""], checks
-    yield "figures", [(plots.sorted_scores({r["name"]: [s["rouge_l"] for s in r["samples"]] for r in results}, "ROUGE-L"),
+    yield "figures", [(plots.sorted_scores({r["series"]: [s["rouge_l"] for s in r["samples"]] for r in results}, "ROUGE-L"),
                        "How alike the outputs are")]
     for result in results:
         worst = sorted((s for s in result["samples"] if not s["exact_match"]), key=lambda s: s["rouge_l"])[:20]
         if not worst:
             continue
-        yield "text", f"{result['name']}: the outputs that differ most."
-        yield "samples", result["name"], [
+        yield "text", f"{result['series']}: the outputs that differ most."
+        yield "samples", result["series"], [
             (f"line {s['line']}: ROUGE-L {s['rouge_l']:.3f}, tokens agree {s['token_agreement']:.3f}",
              [("off", s["off"]["text"]), ("on", s["on"]["text"])]) for s in worst]
 
@@ -183,11 +140,11 @@ def task_blocks(results, plots):
     rows, groups = [], {}
     for result in results:
         for task in result["tasks"]:
-            rows.append([task["name"], task["metric"], result["name"], str(task["n"]), f"{task['score_off']:.3f}",
+            rows.append([task["name"], task["metric"], result["series"], str(task["n"]), f"{task['score_off']:.3f}",
                          f"{task['score_on']:.3f}", spread(task["difference"], task["difference_error"], task["n"], "+.3f"),
                          percent(task["kv_share"])])
             bars = groups.setdefault(task["name"], {"off": (task["score_off"], task["score_off_error"])})
-            bars[result["name"]] = (task["score_on"], task["score_on_error"])
+            bars[result["series"]] = (task["score_on"], task["score_on_error"])
     yield "heading", "Tasks"
     yield "table", ["task", "metric", "eviction", "samples", "off", "on", "difference", "KV of full"], rows
     yield "figures", [(plots.grouped_bars(groups, "score"), "Scores")]
@@ -195,21 +152,22 @@ def task_blocks(results, plots):
         for task in result["tasks"]:
             lost = sorted(task["samples"], key=lambda s: s["score_on"] - s["score_off"])[:5]
             yield "samples", task["name"], [
-                (f"{task['name']} {s['sample']}: {s['score_off']:.2f} off, {s['score_on']:.2f} on ({result['name']})",
+                (f"{task['name']} {s['sample']}: {s['score_off']:.2f} off, {s['score_on']:.2f} on ({result['series']})",
                  [("answers", "\n".join(s["answers"])), ("off", s["off"]), ("on", s["on"])]) for s in lost]
 
 
 SECTIONS = {"kld": kld_blocks, "needle": needle_blocks, "ab": ab_blocks, "tasks": task_blocks}
 
 
-def make_report(path, title, results):
+def load_plots():
     try:
         from eval import page, plots
     except ModuleNotFoundError as error:
-        python = ROOT / ".venv/bin/python"
-        if python.exists() and pathlib.Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
-            os.execv(python, [str(python), *sys.argv])
-        fail(f"the Python package {error.name} is missing: python3 -m pip install matplotlib")
+        go_on_in_venv(error)
+    return page, plots
+
+
+def make_report(path, title, results, page, plots):
     models = sorted({os.path.basename(result["model"]) for result in results})
     contexts = sorted({result["context"] for result in results if "context" in result})
     blocks = [("text", "Model: " + ", ".join(models) +
@@ -223,36 +181,72 @@ def make_report(path, title, results):
 
 # ---- measuring ----
 
-def measure(args):
-    """Runs what is not there yet; the result files."""
-    program, folder = pathlib.Path(args.program), pathlib.Path(args.output).with_suffix("").with_name(
-        pathlib.Path(args.output).stem + "_results")
-    if not os.access(program, os.X_OK):
-        fail(f"{program} is not there; build it with: bash run.sh")
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = []
+def beside(output, ending):
+    return pathlib.Path(output).with_name(pathlib.Path(output).stem + ending)
+
+
+def planned(args):
+    """(name, flags, files read). Presets read what calibration wrote beside the model, where it did."""
     for name, flags in METHODS:
         common = [*flags, "--kept", args.kept, "--evict", "once"]
-        runs.append((f"kld-{name}", ["kld", "-f", args.file, "--context", str(args.context), "--chunks", str(args.chunks),
-                                     *common]))
-        runs.append((f"needle-{name}", ["needle", "-f", args.file, "--context", str(args.context // 2), "--samples",
-                                        str(args.samples), *common]))
+        yield (f"kld-{name}", ["kld", "-f", args.file, "--context", str(args.context), "--chunks", str(args.chunks), *common],
+               [args.file])
+        yield (f"needle-{name}", ["needle", "-f", args.file, "--context", str(args.context // 2), "--samples", str(args.samples),
+                                  *common], [args.file])
     if args.input:
-        runs.append(("ab", ["ab", "-i", args.input, "--temp", "0", "--eviction-preset", "docqa"]))
-    paths = []
-    for i, (name, flags) in enumerate(runs):
+        learned = (args.model[:-len(".gguf")] if args.model.endswith(".gguf") else args.model) + ".tlc.json"
+        yield ("ab", ["ab", "-i", args.input, "--temp", "0", "--eviction-preset", "docqa"],
+               [args.input, *([learned] if os.path.exists(learned) else [])])
+
+
+def request_of(command, files):
+    """What a result is a result of. Another file in a file's place has another size or time."""
+    stamps = [[os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files]
+    return {"command": command, "files": stamps}
+
+
+def is_answer(path, request):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["request"] == request
+    except (OSError, ValueError, LookupError, TypeError):  # not there, cut short, or made by another program
+        return False
+
+
+def measure(args):
+    """Runs what was not measured by the same request; the result files, each with its "request"."""
+    folder = beside(args.output, "_results")
+    folder.mkdir(exist_ok=True)
+    runs, paths = list(planned(args)), []
+    for i, (name, flags, files) in enumerate(runs):
         path = folder / f"{name}.json"
-        paths.append(str(path))
-        if path.exists():
+        paths.append(path)
+        command = [args.program, flags[0], "-m", args.model, *flags[1:], *(["-t", str(args.threads)] if args.threads else [])]
+        request = request_of(command, [args.model, *files])
+        if is_answer(path, request):
             print(f"{path} is there already", file=sys.stderr)
             continue
         print(f"{i + 1}/{len(runs)} {name}", file=sys.stderr)
-        threads = ["-t", str(args.threads)] if args.threads else []
-        done = subprocess.run([str(program), flags[0], "-m", args.model, *flags[1:], *threads, "--json", str(path)],
-                              stdin=subprocess.DEVNULL)
-        if done.returncode != 0:
-            fail(f"{name} ended with {done.returncode}; its own message is above")
+        run_program([*command, "--json", path])
+        result = json.loads(path.read_text(encoding="utf-8"))
+        write_whole(path, json.dumps({**result, "request": request}, indent=1) + "\n")
     return paths
+
+
+def split_label(argument):
+    """[LABEL=]FILE"""
+    label, _, path = argument.rpartition("=")
+    return ("", argument) if label and os.path.exists(argument) else (label, path)
+
+
+def check(args, given):
+    inputs = [path for path in (args.model, args.file, args.input) if path]
+    check_output(args.output, [*inputs, *(path for _, path in given)])
+    check_inputs(inputs)
+    if args.model:
+        check_program(args.program, "bash run.sh")
+        check_folder(beside(args.output, "_results"))
+    if args.output.endswith(".md"):
+        check_folder(beside(args.output, "_files"))
 
 
 def main(argv=None):
@@ -275,11 +269,15 @@ def main(argv=None):
         parser.error("to measure, give a model with -m and a text with -f")
     if not args.results and not args.model:
         parser.error("there are no results to report on")
-    folder = pathlib.Path(args.output).resolve().parent
-    if not folder.is_dir():
-        fail(f"{folder} is no folder")
-    paths = list(args.results) + (measure(args) if args.model else [])
-    make_report(args.output, args.title, [read_result(path) for path in paths])
+    given = [split_label(argument) for argument in args.results]
+    check(args, given)
+    try:
+        results = [read_result(path, label) for label, path in given]
+        page, plots = load_plots()  # before measuring, as another Python may begin anew
+        results += [read_result(path) for path in (measure(args) if args.model else [])]
+    except BadResult as error:
+        fail(error)
+    make_report(args.output, args.title, results, page, plots)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,11 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from eval.command import ROOT, check_inputs, check_output, check_program, fail, run_program, write_whole  # noqa: E402
 from eval.metrics import LONGBENCH, METRICS  # noqa: E402
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 QUESTION = "{context}\n\nAnswer the question from the text above, in as few words as possible.\n\nQuestion: {input}\nAnswer:"
 SUMMARY = "{context}\n\nSummarize the text above in one page.\n\nSummary:"
-
-
-def fail(text):
-    sys.exit(f"error: {text}")
 
 
 def read_task(path, args):
@@ -48,12 +44,12 @@ def read_task(path, args):
             template = args.template or ("{input}" if ruler else QUESTION if row.get("input", "").strip() else SUMMARY)
             prompt = template.replace("{context}", row.get("context", "")).replace("{input}", row.get("input", ""))
             prompt += row.get("answer_prefix", "") if ruler else ""
+            metric = metric or ("contains" if ruler else LONGBENCH.get(row.get("dataset", name), "f1"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fail(f"{path} line {number}: needs context, input and answers, or input and outputs, as a JSON object "
                  f"({type(error).__name__}: {error})")
         if not answers:
             fail(f"{path} line {number}: there are no answers to compare with")
-        metric = metric or ("contains" if ruler else LONGBENCH.get(row.get("dataset", name), "f1"))
         rows.append((prompt, answers))
     if not rows:
         fail(f"{path} holds no samples")
@@ -70,9 +66,7 @@ def generate(args, prompts, flags):
                 file.write(json.dumps(row) + "\n")
         command = [args.program, "ab", "-m", args.model, "-i", source, "--samples", str(len(prompts)), "-n", str(args.n_predict),
                    "--temp", "0", "--json", result, *flags]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        if done.returncode not in (0, 3):
-            fail(f"{args.program} ab ended with {done.returncode}; its own message is above")
+        run_program(command, codes=(0, 3), stdout=subprocess.DEVNULL)
         with open(result, encoding="utf-8") as file:
             return json.load(file)
 
@@ -81,8 +75,7 @@ def mean(values):
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def measure(path, args, flags):
-    rows, name, metric = read_task(path, args)
+def measure(rows, name, metric, args, flags):
     print(f"{name}: {len(rows)} samples, {metric}", file=sys.stderr)
     numbers = generate(args, [prompt for prompt, _ in rows], flags)
     samples = []
@@ -100,14 +93,6 @@ def measure(path, args, flags):
     return task, numbers
 
 
-def write_json(path, value):
-    part = f"{path}.part"
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-    os.replace(part, path)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1].replace("usage: ", ""), allow_abbrev=False,
                                      description=__doc__.split("\n\n")[2])
@@ -122,18 +107,20 @@ def main(argv=None):
     parser.add_argument("--first-line", action="store_true", help="score only the first line of an answer")
     parser.add_argument("--program", default=str(ROOT / "deeptutor-eval"), help="(./deeptutor-eval)")
     args, flags = parser.parse_known_args(argv)
-    if not os.access(args.program, os.X_OK):
-        fail(f"{args.program} is not there; build it with: bash run.sh")
-    tasks = []
+    check_program(args.program, "bash run.sh")
+    check_output(args.output, [args.model, *args.input, *(flag.rpartition("=")[2] for flag in flags)])
+    check_inputs([args.model])
+    tasks, read = [], [read_task(path, args) for path in args.input]
     print("| task | metric | samples | off | on | difference | KV of full |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for path in args.input:
-        task, numbers = measure(path, args, flags)
+    for rows, name, metric in read:
+        task, numbers = measure(rows, name, metric, args, flags)
         tasks.append(task)
         print(f"| {task['name']} | {task['metric']} | {task['n']} | {task['score_off']:.3f} | {task['score_on']:.3f} "
               f"| {task['difference']:+.3f} ± {task['difference_error']:.3f} | {task['kv_share']:.2f} |", flush=True)
-    write_json(args.output, {"command": "tasks", "model": args.model, "eviction": numbers["eviction"],
-                             "kv_type": numbers["kv_type"], "prefill": numbers["prefill"], "tasks": tasks})
+    result = {"command": "tasks", "model": args.model, "eviction": numbers["eviction"], "kv_type": numbers["kv_type"],
+              "prefill": numbers["prefill"], "tasks": tasks}
+    write_whole(args.output, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
