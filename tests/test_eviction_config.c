@@ -397,12 +397,14 @@ static void test_bad_policies_and_sizes(void **state) {
     require_error(
         12, "{\"0\": {\"policy\": \"local_window\", \"recent_window\": 128,\n\"max_cache_size\": 132}}",
         "e.json:2: \"0\", \"max_cache_size\": 132 leaves no room beside sink_tokens 4 and recent_window 128; give at least 133");
+    require_error(12,
+                  "{\"0\": {\"policy\": \"local_window\", \"recent_window\": 2147483647, \"sink_tokens\": 2147483647,\n"
+                  "\"max_cache_size\": 132}}",
+                  "e.json:1: \"0\", \"recent_window\": 2147483647 leaves no room in any layer, beside sink_tokens 2147483647; give "
+                  "a smaller one");
     require_error(
-        12,
-        "{\"0\": {\"policy\": \"local_window\", \"recent_window\": 2147483647, \"sink_tokens\": 2147483647,\n"
-        "\"max_cache_size\": 132}}",
-        "e.json:2: \"0\", \"max_cache_size\": 132 leaves no room beside sink_tokens 2147483647 and recent_window 2147483647; give "
-        "at least 4294967295");
+        12, "{\"0\": {\"policy\": \"local_window\", \"max_cache_size\": 132, \"sink_tokens\": 2147483647}}",
+        "e.json:1: \"0\", \"sink_tokens\": 2147483647 leaves no room in any layer, beside recent_window 33; give a smaller one");
 }
 
 static dt_status try_size(int size, int sinks, dt_error *error) {

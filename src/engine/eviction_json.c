@@ -368,9 +368,12 @@ static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], cons
         return fail_at(r, at[MIN_SIZE], field_names[MIN_SIZE], "%d is above %s%s %d; give at most that", budget.min_cache_size,
                        sizes == LANES ? "the smallest of " : "", field_names[sizes], least);
     }
-    if (!dt_eviction_has_room(request) && dt_eviction_least_size(request) > INT32_MAX) {
-        return fail_at(r, at[RECENT] >= 0 ? at[RECENT] : at[SINKS], field_names[at[RECENT] >= 0 ? RECENT : SINKS],
-                       "leaves no room in any layer: give a smaller one");
+    if (dt_eviction_least_size(request) > INT32_MAX) {
+        const bool window = at[RECENT] >= 0 && budget.recent_window >= budget.sink_tokens;
+        const int32_t field = window ? RECENT : SINKS, other = window ? SINKS : RECENT;
+        return fail_at(r, at[field], field_names[field], "%d leaves no room in any layer, beside %s %d; give a smaller one",
+                       window ? budget.recent_window : budget.sink_tokens, field_names[other],
+                       window ? budget.sink_tokens : budget.recent_window);
     }
     if (!dt_eviction_has_room(request)) {
         return fail_at(r, at[sizes], field_names[sizes],
