@@ -463,9 +463,14 @@ int main(int argc, char **argv) {
     if (c == NULL) {
         return without_command(argc, argv);
     }
-    const dt_option_group *groups[6] = {c->own, c->other, &dt_model_options, &dt_eviction_options, &dt_output_options};
-    const size_t n_groups = c->policy != NULL ? 6 : 5;
-    groups[5] = c->policy;
+    const dt_option_group *const all[] = {c->own, c->other, c->policy, &dt_model_options, &dt_eviction_options, &dt_output_options};
+    const dt_option_group *groups[N_OF(all)];
+    size_t n_groups = 0;
+    for (size_t i = 0; i < N_OF(all); i++) {
+        if (all[i] != NULL) {
+            groups[n_groups++] = all[i];
+        }
+    }
     char message[512];
     eval_options o = default_options(c);
     bool good = dt_options_parse(groups, n_groups, argc - 1, argv + 1, &o, message, sizeof message);

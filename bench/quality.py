@@ -393,8 +393,9 @@ def needles_table(folder):
 def write_results(options, lines):
     folder, path = pathlib.Path(options.output), pathlib.Path(options.results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = ["# Quality", "", "`python3 bench/quality.py -m %s -o DIR`, %s, %s. docs/quality.md says what the columns mean." % (
-        pathlib.Path(options.model).name, processor_name(), time.strftime("%Y-%m-%d")), ""]
+    head = ["# Quality", "", "`python3 bench/quality.py -m %s -o DIR --context %d --continuation %d`, %s, %s. docs/quality.md says what "
+            "the columns mean." % (pathlib.Path(options.model).name, options.context, options.continuation, processor_name(),
+                                   time.strftime("%Y-%m-%d")), ""]
     path.with_suffix(".md").write_text("\n".join(head + lines).rstrip() + "\n")
     rows = ["kind,setting,piece,kept_share,kld,top1,nll,nll_full,right,asked"]
     for kind in ("kld", "parts", "presets", "needle"):
