@@ -246,6 +246,36 @@ static dt_status read_text(eval *e, dt_error *error) {
 
 /* ---- main --------------------------------------------------------------------------------------- */
 
+/* What contradicts, or would be ignored. */
+static const char *check_eviction(const eval_options *o, const command *c) {
+    const dt_shared_options *shared = &o->shared;
+    const bool named = shared->eviction_preset != NULL || shared->eviction_config != NULL;
+    if (o->policy != NULL && named) {
+        return "--policy stands instead of --eviction-preset and --eviction-config; give one of them";
+    }
+    if (o->policy == NULL && (o->score >= 0 || o->budget >= 0)) {
+        return "--score and --budget are of a --policy, such as importance_score; give one";
+    }
+    if (o->kept != NULL && shared->max_cache_size > 0) {
+        return "--kept and --max-cache-size both say how much is kept; give one of them";
+    }
+    if (o->policy != NULL && strcmp(o->policy, "none") != 0 && o->kept == NULL && shared->max_cache_size == 0) {
+        return c->run == eval_ab ? "--policy needs a budget: --max-cache-size N"
+                                 : "--policy needs a budget: --kept 0.25, or --max-cache-size N";
+    }
+    if (o->settings != NULL && (o->policy != NULL || o->kept != NULL || o->evict != 0 || shared->prefill != 0 || named)) {
+        return "a file of --settings stands instead of --policy, --kept, --evict, --eviction-config, --eviction-preset and "
+               "--prefill "
+               "streaming; leave them out";
+    }
+    if (c->run == eval_calibrate && (named || o->evict != 0 || (o->kept != NULL && strchr(o->kept, ',') != NULL) ||
+                                     shared->min_cache_size >= 0 || shared->memory_slots >= 0 || shared->prefill != 0)) {
+        return "calibrate learns what any setting can go by: of the flags of eviction it takes --max-cache-size, or one share with "
+               "--kept";
+    }
+    return NULL;
+}
+
 static const char *check(const eval_options *o, const command *c) {
     if (c->run == eval_ab && o->input == NULL) {
         return "there are no prompts to compare on; give them with -i FILE";
@@ -253,29 +283,11 @@ static const char *check(const eval_options *o, const command *c) {
     if (c->run != eval_ab && c->run != eval_calibrate && o->file == NULL) {
         return "there is no text to measure on; give one with -f FILE";
     }
-    if (o->policy != NULL && (o->shared.eviction_preset != NULL || o->shared.eviction_config != NULL)) {
-        return "--policy stands instead of --eviction-preset and --eviction-config; give one of them";
-    }
-    if (o->policy != NULL && o->kept == NULL && o->shared.max_cache_size == 0) {
-        return c->run == eval_ab ? "--policy needs a budget: --max-cache-size N"
-                                 : "--policy needs a budget: --kept 0.25, or --max-cache-size N";
-    }
-    if (o->policy == NULL && (o->score >= 0 || o->budget >= 0)) {
-        return "--score and --budget are of a --policy, such as importance_score; give one";
-    }
-    if (o->settings != NULL && (o->policy != NULL || o->kept != NULL || o->shared.prefill != 0 ||
-                                o->shared.eviction_config != NULL || o->shared.eviction_preset != NULL)) {
-        return "a file of --settings stands instead of --policy, --kept, --eviction-config, --eviction-preset and --prefill "
-               "streaming; leave them out";
-    }
-    if (c->run == eval_calibrate && (o->shared.eviction_config != NULL || o->shared.eviction_preset != NULL || o->evict != 0 ||
-                                     (o->kept != NULL && strchr(o->kept, ',') != NULL))) {
-        return "calibrate learns what any setting can go by, so it takes no --eviction-config, --eviction-preset and --evict, and "
-               "one "
-               "share with --kept";
-    }
     if (c->run == eval_long && (o->evict != 0 || o->shared.n_ctx > 0)) {
         return "long reads as serving does, in a context of --context tokens: leave out --evict and -c";
+    }
+    if (c->run == eval_needle && o->chat_template != NULL && o->form == 0) {
+        return "--chat-template is for --form chat";
     }
     if (o->json != NULL && strcmp(o->json, "-") == 0) {
         return "the result needs a file; stdout is for the table";
@@ -283,7 +295,7 @@ static const char *check(const eval_options *o, const command *c) {
     if (o->depth_low > o->depth_high) {
         return "--depth-low is above --depth-high";
     }
-    return NULL;
+    return check_eviction(o, c);
 }
 
 /* What was evicted how, in words, for reports. */
@@ -439,8 +451,13 @@ static int measure(void *user) {
     char *learned = dt_eviction_learned_path(o->shared.model);
     const bool beside = c->run == eval_calibrate && o->json == NULL;
     o->json = beside ? learned : o->json;
-    const char *inputs[] = {o->shared.model,           o->file,     o->input,
-                            o->shared.eviction_config, o->settings, c->run == eval_calibrate ? NULL : learned};
+    const char *inputs[] = {o->shared.model,
+                            o->file,
+                            o->input,
+                            o->shared.eviction_config,
+                            o->shared.grammar_file,
+                            o->settings,
+                            c->run == eval_calibrate ? NULL : learned};
     eval e = {.options = o, .command = c->name};
     dt_status status = o->json != NULL ? dt_stats_file_open(o->json, inputs, N_OF(inputs), &file, &error) : DT_OK;
     if (status == DT_OK) {

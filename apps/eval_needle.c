@@ -255,8 +255,9 @@ static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
     sample s;
     token_list context = {0};
     dt_session *base = NULL, *evicted[EVAL_MAX_SETTINGS] = {0};
-    int64_t progress[] = {(int64_t)index, e->options->n_samples};
     draw_needles(r, &s);
+    const int64_t n_steps = (int64_t)s.n + 1;
+    int64_t progress[] = {(int64_t)index * n_steps, e->options->n_samples * n_steps};
     dt_status status = write_context(r, &s, &context, error);
     if (status == DT_OK) {
         status = eval_base_session(e, &base, error);
@@ -270,7 +271,7 @@ static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
     }
     for (size_t i = 0; i < s.n && status == DT_OK; i++) {
         status = ask_all(r, index, &s.needles[i], &context, base, evicted, error);
-        if (status == DT_OK && !eval_progress((int64_t)index + 1, e->options->n_samples)) {
+        if (status == DT_OK && !eval_progress(progress[0] + (int64_t)i + 2, progress[1])) {
             status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
         }
     }

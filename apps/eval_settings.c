@@ -145,6 +145,9 @@ static dt_status read_setting(eval *e, json_t *row, dt_error *error) {
     if (quote != NULL && !(json_is_number(quote) && json_number_value(quote) >= 0 && json_number_value(quote) <= 1)) {
         return bad_setting(e, name, error, "has a \"quote\" that is no depth from 0 to 1");
     }
+    if (quote != NULL && strcmp(e->command, "kld") != 0) {
+        return bad_setting(e, name, error, "has a \"quote\", which is for kld");
+    }
     eval_setting *setting = &e->settings[e->n_settings++];
     setting->evict = strcmp(evict, "once") == 0 ? DT_EVICT_ONCE : DT_EVICT_ALWAYS;
     setting->quote = quote != NULL ? json_number_value(quote) : e->options->quote;

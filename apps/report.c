@@ -131,6 +131,8 @@ void dt_report_init(dt_log_level level, bool bar) {
     dt_log_set(receive_log, NULL);
 }
 
+void dt_report_quieter(dt_log_level level) { report.level = level; }
+
 void dt_report(dt_log_level level, const char *format, ...) {
     char line[2048];
     va_list arguments;
@@ -301,11 +303,29 @@ static bool is_same_file(const struct stat *target, const struct stat *other) {
     return S_ISREG(other->st_mode) && target->st_dev == other->st_dev && target->st_ino == other->st_ino;
 }
 
+/* The file, or another part of a model that it is the first part of: NAME-00001-of-00003.gguf. */
+static bool is_of_input(const struct stat *target, const char *input) {
+    struct stat other;
+    bool any = stat(input, &other) == 0 && is_same_file(target, &other);
+    const size_t n = strlen(input), ending = sizeof "00001-of-00003.gguf" - 1;
+    int first = 0, n_parts = 0, length = 0;
+    if (n > ending && sscanf(input + n - ending, "%5d-of-%5d.gguf%n", &first, &n_parts, &length) == 2 && length == (int)ending) {
+        char *part = malloc(n + 32);
+        for (int i = 1; i <= n_parts && part != NULL && !any; i++) {
+            snprintf(part, n + 32, "%.*s%05d-of-%05d.gguf", (int)(n - ending), input, i, n_parts);
+            any = stat(part, &other) == 0 && is_same_file(target, &other);
+        }
+        any = any || part == NULL;
+        free(part);
+    }
+    return any;
+}
+
 static bool is_taken(const struct stat *target, const char *const *inputs, size_t n_inputs) {
     struct stat other;
     bool taken = fstat(STDOUT_FILENO, &other) == 0 && is_same_file(target, &other);
     for (size_t i = 0; i < n_inputs; i++) {
-        taken = taken || (inputs[i] != NULL && stat(inputs[i], &other) == 0 && is_same_file(target, &other));
+        taken = taken || (inputs[i] != NULL && is_of_input(target, inputs[i]));
     }
     return taken;
 }

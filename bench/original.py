@@ -227,11 +227,13 @@ def read_rows(path):
     shapes, needed = {}, ("prompt_tokens", "rounds", "prompt", "decode")
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
+            reader = csv.DictReader(file)
+            whole = reader.fieldnames is None or {"shape", "engine", *needed} <= set(reader.fieldnames)
+            for row in reader if whole else ():
                 for key in FIELDS[2:]:
                     row[key] = float(row[key]) if row.get(key) or key in needed else None
                 shapes.setdefault(row["shape"], []).append(row)
-        whole = all("TLC off" in [row["engine"] for row in rows] for rows in shapes.values())
+        whole = whole and all("TLC off" in [row["engine"] for row in rows] for rows in shapes.values())
     except (OSError, ValueError, LookupError, TypeError, csv.Error):
         whole = False
     if not whole:

@@ -432,6 +432,8 @@ def main():
     parser.add_argument("--results", metavar="F", help="write them to F.md and F.csv")
     options = parser.parse_args()
     folder = pathlib.Path(options.output)
+    if options.results and not (pathlib.Path(options.results).parent.is_dir() or not pathlib.Path(options.results).parent.exists()):
+        refuse("%s is no folder" % pathlib.Path(options.results).parent)
     if not options.table:
         measure(options)
     elif not folder.is_dir():

@@ -362,6 +362,7 @@ dt_status dt_session_check(const dt_session *session, dt_error *error);
 /* Learns, once per model, to foretell the scores of reconstruct (docs/eviction-config.md, score predict). Free with
  * dt_calibration_free, before the model is closed. */
 typedef struct dt_calibration dt_calibration;
+/* DT_ERR_UNSUPPORTED: every layer has a sliding window. */
 dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_error *error);
 /* Adds what the session found out about its text: one of this model, of DT_EVICT_HELD with score reconstruct (else
  * DT_ERR_ARGUMENT). DT_ERR_COMPUTE: a device fails. */

@@ -232,8 +232,11 @@ def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
     (["kld", "-m", "M", "-f", TEXT, "--kept", ""], "shares"), (["kld", "-m", "M", "-f", TEXT, "--kept", "0.0001"], "less than one token"),
     (["kld", "-m", "M", "-f", TEXT, "--score", "reconstruct", "--kept", "0.5"], "--policy"),
     (["kld", "-m", "M", "-f", TEXT, "--budget", "adaptive"], "--policy"), (["kld", "-m", "M", "-f", TEXT, "--json", "-"], "stdout"),
-    (["calibrate", "-m", "M", "--eviction-preset", "chat"], "--eviction-preset"), (["calibrate", "-m", "M", "--policy", "x"], "--policy"),
-    (["calibrate", "-m", "M", "--kept", "0.5,0.25"], "one share"), (["long", "-m", "M", "-f", TEXT, "-c", "512"], "-c"),
+    (["calibrate", "-m", "M", "--eviction-preset", "chat"], "one share"), (["calibrate", "-m", "M", "--policy", "x"], "--policy"),
+    (["calibrate", "-m", "M", "--kept", "0.5,0.25"], "one share"), (["calibrate", "-m", "M", "--memory-slots", "4"], "one share"),
+    (["kld", "-m", "M", "-f", TEXT, "--kept", "0.5", "--max-cache-size", "20"], "one of them"),
+    (["needle", "-m", "M", "-f", TEXT, "--chat-template", "chatml"], "--form chat"),
+    (["kld", "-m", "M", "-f", TEXT, "--settings", "x", "--evict", "once"], "--evict"), (["long", "-m", "M", "-f", TEXT, "-c", "512"], "-c"),
     (["ab", "-m", "M", "-i", TEXT, "--settings", "x"], "--settings")])
 def test_mistakes(tiny, args, what):
     result = run(*[tiny if a == "M" else a for a in args])
@@ -321,7 +324,7 @@ def test_long_past_the_context(tiny, tmp_path):
     assert few.returncode == 2 and "more --times" in few.stderr and "fewer --times" not in few.stderr
     large = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "4", "--continuation", "16", "--chunks", "2", "--policy",
                 "local_window", "--kept", "0.25,1")
-    assert large.returncode == 2 and "smaller one" in large.stderr and large.stdout == ""
+    assert large.returncode == 2 and "well below" in large.stderr and large.stdout == ""
 
 
 @pytest.mark.parametrize("command", [
@@ -362,6 +365,16 @@ def test_only_layers_that_share_count(tmp_path):
     assert result.returncode == 0, result.stderr
     learned = json.loads(settings.read_text())
     assert learned["total_cache_size"] == 64 * len(learned["layers"]) and len(learned["layers"]) == 1
+    learned["total_cache_size"] = 32  # for one layer, of six
+    settings.write_text(json.dumps(learned))
+    small = measure(tmp_path, "kld", "-m", model, "-f", TEXT, "--context", "256", "--continuation", "16", "--chunks", "1",
+                    "--eviction-config", str(settings))
+    assert small["kept_share"] < 1 and small["kld"] > 0
+    all_windows = str(tmp_path / "w.gguf")
+    subprocess.run([MAKE_MODEL, all_windows, "--arch", "gemma3", "--window", "64", "--layers", "4", "--embd", "64", "--heads", "4",
+                    "--kv-heads", "2", "--head-dim", "16", "--ff", "128", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
+    nothing = run("calibrate", "-m", all_windows, "-f", TEXT, "--context", "256", "--chunks", "1", "-o", str(settings))
+    assert nothing.returncode != 0 and "sliding window" in nothing.stderr
 
 
 def test_nothing_is_overwritten(tiny, tmp_path):
@@ -378,6 +391,14 @@ def test_nothing_is_overwritten(tiny, tmp_path):
     refused = subprocess.run([MAIN, "-m", str(model), "-p", "hi", "-n", "4", "--cache-eviction", "--stats-json", str(learned)],
                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "also read" in refused.stderr and learned.read_bytes() == before
+    parts = [tmp_path / f"s-0000{i}-of-00002.gguf" for i in (1, 2)]
+    subprocess.run([MAKE_MODEL, str(tmp_path / "s.gguf"), "--parts", "2", "--layers", "2", "--embd", "64", "--heads", "4", "--kv-heads", "2",
+                    "--head-dim", "16", "--ff", "128", "--vocab", "320", "--ctx", "512"], check=True, timeout=60)
+    second = parts[1].read_bytes()
+    for command in ([EVAL, *common[:2], str(parts[0]), *common[3:], "--kept", "0.5", "--json", str(parts[1])],
+                    [MAIN, "-m", str(parts[0]), "-p", "hi", "-n", "4", "--stats-json", str(parts[1])]):
+        refused = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 2 and "also read" in refused.stderr and parts[1].read_bytes() == second, refused
 
 
 def test_a_table_that_can_not_be_written(tiny):

@@ -493,7 +493,7 @@ static void test_shared_budget(void **state) {
                   "e.json:2: \"budget\": must be \"adaptive\"; leave it out for sizes per layer");
     require_error(
         4, "{\"budget\": \"adaptive\",\n\"total_cache_size\": 1.5, \"layers\": {}}",
-        "e.json:2: \"total_cache_size\": must be a whole number of tokens, summed over layers, such as 65536, and at least 32");
+        "e.json:2: \"total_cache_size\": must be a whole number of tokens, summed over layers, such as 65536, and at least 8");
     require_error(4, "{\"budget\": \"adaptive\", \"total_cache_size\": 99, \"0\": {}}",
                   "e.json:1: \"0\": is not known beside \"budget\", \"total_cache_size\" and \"layers\"; layers are named in "
                   "\"layers\"");

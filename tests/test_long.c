@@ -264,6 +264,24 @@ static void test_windows_move_as_a_whole(void **state) {
         check_places(s, N_CTX, 0);
     }
     dt_session_free(s);
+    /* a window that nearly fills the context: what is left of it is less than a batch */
+    p.window = 80;
+    dt_model *wide = open_model(write_tiny(&p), true);
+    dt_eviction *eviction = eviction_from_json(wide, global);
+    const dt_session_params params = {.n_threads = 1,
+                                      .n_batch = 64,
+                                      .kv_block_tokens = 16,
+                                      .prefill = DT_PREFILL_STREAMING,
+                                      .eviction = eviction,
+                                      .n_snapshots = -1};
+    s = open_session(wide, &params);
+    for (size_t n = 100; n <= 700; n += 100) {
+        sync_tokens(s, f->tokens, n);
+        check_places(s, N_CTX, 0);
+    }
+    dt_session_free(s);
+    dt_eviction_free(eviction);
+    dt_model_close(wide);
     /* with only a part of the global layers evicting, the context is the end */
     s = new_session(model, "{\"1\": {\"policy\": \"local_window\", \"max_cache_size\": 64}}", DT_KV_F16, DT_PREFILL_STREAMING, 0);
     dt_error error = {0};

@@ -45,6 +45,11 @@ def _style(i):
     return {"color": COLORS[i % len(COLORS)], "marker": MARKERS[(i + i // len(COLORS)) % len(MARKERS)]}
 
 
+def _plain(name):
+    """Not as a formula."""
+    return name.replace("$", r"\$")
+
+
 def against_kept(series, label, log=False, share=False, reference=None):
     """series: {name: [(kept, value, error)]}; a point each, joined. Kept shares on a doubling scale, the full cache rightmost. log:
     where all values have a logarithm."""
@@ -52,7 +57,7 @@ def against_kept(series, label, log=False, share=False, reference=None):
     figure, axis = _figure()
     for i, (name, points) in enumerate(series.items()):
         kept, values, errors = zip(*sorted(points))
-        axis.errorbar(kept, values, yerr=errors if any(errors) else None, label=name, capsize=2.5, elinewidth=1, **_style(i))
+        axis.errorbar(kept, values, yerr=errors if any(errors) else None, label=_plain(name), capsize=2.5, elinewidth=1, **_style(i))
     shares = sorted({kept for points in series.values() for kept, _, _ in points})
     if shares[0] > 0 and shares[-1] / shares[0] > 1.5:
         axis.set_xscale("log", base=2)
@@ -82,7 +87,7 @@ def by_layer(series, label):
     figure, axis = _figure()
     for i, (name, values) in enumerate(series.items()):
         points = [(layer, value) for layer, value in enumerate(values) if value is not None]
-        axis.plot(*zip(*points), label=name, **{**_style(i), "markersize": 3.5})
+        axis.plot(*zip(*points), label=_plain(name), **{**_style(i), "markersize": 3.5})
     axis.set_ylim(top=1.0)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.yaxis.set_major_formatter(PERCENT)
@@ -95,7 +100,7 @@ def by_layer(series, label):
 def layer_map(rows, context, label, log=False):
     """rows: [layer][bin] (a row may be None), over positions 0 to context."""
     n_bins = max(len(row) for row in rows if row)
-    grid = [row or [float("nan")] * n_bins for row in rows]
+    grid = [row if row and len(row) == n_bins else [float("nan")] * n_bins for row in rows]
     figure, axis = _figure(min(max(2.2, 1.3 + 0.075 * len(rows)), 4.6))
     values = [value for row in grid for value in row if value == value]
     low = min((value for value in values if value > 0), default=1e-6)
@@ -143,7 +148,7 @@ def sorted_scores(series, label):
     figure, axis = _figure()
     for i, (name, scores) in enumerate(series.items()):
         share = [j / len(scores) for j in range(len(scores) + 1)]
-        axis.step(share, [min(scores), *sorted(scores)], where="pre", label=name, color=_style(i)["color"])
+        axis.step(share, [min(scores), *sorted(scores)], where="pre", label=_plain(name), color=_style(i)["color"])
     axis.set_ylim(-0.02, 1.02)
     axis.set_xlim(0, 1)
     axis.xaxis.set_major_formatter(PERCENT)
@@ -161,7 +166,7 @@ def grouped_bars(groups, label):
     for i, name in enumerate(names):
         places = [g + i * height for g, bars in enumerate(groups.values()) if name in bars]
         values, errors = zip(*(bars[name] for bars in groups.values() if name in bars))
-        axis.barh(places, values, height * 0.9, xerr=errors if any(errors) else None, label=name, color=_style(i)["color"],
+        axis.barh(places, values, height * 0.9, xerr=errors if any(errors) else None, label=_plain(name), color=_style(i)["color"],
                   error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2})
     axis.set_yticks([g + 0.4 - height / 2 for g in range(len(groups))], list(groups))
     axis.invert_yaxis()

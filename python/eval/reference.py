@@ -75,6 +75,8 @@ class Llama:
         if (architecture is None or bytes(architecture.parts[-1]) != b"llama" or number("rope.scaling.factor")
                 or "rope_freqs.weight" in self.w):
             fail("only architecture llama without rope scaling is computed here")
+        if "token_embd.weight" not in self.w or f"blk.{number('block_count') - 1}.attn_k.weight" not in self.w:
+            fail(f"{path} lacks weights; a model in parts has to be in one file here")
         self.n_layers, self.heads = number("block_count"), number("attention.head_count")
         self.kv_heads = number("attention.head_count_kv", self.heads)
         self.dim = number("attention.key_length", number("embedding_length") // self.heads)

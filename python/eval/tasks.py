@@ -108,6 +108,8 @@ def main(argv=None):
     parser.add_argument("--program", default=str(ROOT / "deeptutor-eval"), help="(./deeptutor-eval)")
     args, flags = parser.parse_known_args(argv)
     check_program(args.program, "bash run.sh")
+    if any(flag == "--json" or flag.startswith("--json=") for flag in flags):
+        fail("the result goes where -o says; leave --json out")
     check_output(args.output, [args.model, *args.input, *(flag.rpartition("=")[2] for flag in flags)])
     check_inputs([args.model])
     tasks, read = [], [read_task(path, args) for path in args.input]

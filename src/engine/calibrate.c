@@ -46,7 +46,16 @@ void dt_calibration_free(dt_calibration *c) {
 }
 
 dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_error *error) {
+    bool any = false;
     *out = NULL;
+    for (int32_t i = 0; i < model->info.n_layers; i++) {
+        any = any || model->info.windows[i] == 0;
+    }
+    if (!any) {
+        return dt_fail(error, DT_ERR_UNSUPPORTED,
+                       "every layer of this model has a sliding window and keeps that: there is nothing to "
+                       "calibrate");
+    }
     dt_calibration *c = calloc(1, sizeof *c);
     if (c == NULL) {
         return dt_fail_memory(error, sizeof *c, "the calibration");
@@ -218,11 +227,6 @@ dt_status dt_calibration_config(const dt_calibration *c, int32_t average_cache_s
             total += average_cache_size;
         }
         json_decref(entry);
-    }
-    if (work != NULL && json_object_size(layers) == 0) {
-        json_decref(layers);
-        free(work);
-        return dt_fail(error, DT_ERR_UNSUPPORTED, "no layer has learned anything: those with a sliding window keep that");
     }
     json_t *config =
         json_pack("{ss sI so}", "budget", "adaptive", "total_cache_size", (json_int_t)DT_MIN(total, INT32_MAX), "layers", layers);

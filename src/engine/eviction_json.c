@@ -457,12 +457,16 @@ static dt_status read_key(reader *r, const char *key) {
     return DT_OK;
 }
 
-/* A request with nothing given. In a budget shared by all, `average` tokens a layer, a lane has no bound but what is pinned. */
-static dt_eviction_request shared_request(int32_t average) {
+/* A request with nothing given. In a budget shared by all, total tokens, a lane has no bound but what is pinned; how many layers share
+ * it, and so what each has on average, is known at the end (share_total). */
+static dt_eviction_request shared_request(int32_t total, int32_t n_layers) {
     const dt_eviction_request own = {.max_cache_size = -1, .min_cache_size = -1, .sink_tokens = -1, .recent_window = -1};
-    const dt_eviction_request shared = {
-        .max_cache_size = INT32_MAX, .min_cache_size = 0, .sink_tokens = -1, .recent_window = -1, .shared_average = average};
-    return average <= 0 ? own : shared;
+    const dt_eviction_request shared = {.max_cache_size = INT32_MAX,
+                                        .min_cache_size = 0,
+                                        .sink_tokens = -1,
+                                        .recent_window = -1,
+                                        .shared_average = DT_MAX(total / n_layers, 1)};
+    return total <= 0 ? own : shared;
 }
 
 static dt_status read_entry(reader *r, const char *key, json_t *value) {
@@ -475,7 +479,7 @@ static dt_status read_entry(reader *r, const char *key, json_t *value) {
         return fail_at(r, -1, NULL, "must be an object such as {\"policy\": \"local_window\", \"max_cache_size\": 4096}, but is %s",
                        type_name(value));
     }
-    dt_eviction_request request = shared_request(r->eviction->total_cache_size / r->eviction->n_layers);
+    dt_eviction_request request = shared_request(r->eviction->total_cache_size, r->eviction->n_layers);
     int32_t at[N_FIELDS], field = 0;
     for (int32_t i = 0; i < N_FIELDS; i++) {
         at[i] = -1;
@@ -540,10 +544,8 @@ static dt_status read_shared(reader *r, json_t *root) {
                 return fail_at(r, -1, NULL, "must be \"adaptive\"; leave it out for sizes per layer");
             }
         } else if (strcmp(key, "total_cache_size") == 0) {
-            const json_int_t least = (json_int_t)8 * r->eviction->n_layers;
-            if (!json_is_integer(value) || json_integer_value(value) < least || json_integer_value(value) > INT32_MAX) {
-                return fail_at(r, -1, NULL, "must be a whole number of tokens, summed over layers, such as 65536, and at least %d",
-                               (int)least);
+            if (!json_is_integer(value) || json_integer_value(value) < 8 || json_integer_value(value) > INT32_MAX) {
+                return fail_at(r, -1, NULL, "must be a whole number of tokens, summed over layers, such as 65536, and at least 8");
             }
             r->eviction->total_cache_size = (int32_t)json_integer_value(value);
         } else if (strcmp(key, "layers") == 0) {
