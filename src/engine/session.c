@@ -85,7 +85,9 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
         const dt_budget *b = &budgets[i];
         const int64_t window = s->model->info.windows[i],
                       max = b->policy != NULL ? (int64_t)b->max_cache_size + b->memory_slots : INT32_MAX;
-        const int64_t seen = window > 0 ? window + 1 + (b->policy != NULL ? b->sink_tokens : 0) : INT32_MAX; /* moves_whole */
+        const int32_t beside =
+            DT_MAX(b->policy != NULL ? b->sink_tokens : 0, 1); /* a window moves where it leaves a position free */
+        const int64_t seen = window > 0 ? window + beside : INT32_MAX;
         kept = DT_MAX(kept, DT_MIN(seen, max));
         repeats = repeats || dt_policy_repeats(b->policy);
     }
