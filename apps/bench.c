@@ -16,7 +16,6 @@
 #include "options.h"
 #include "report.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -541,10 +540,8 @@ static int run(void *user) {
         } else if (o->output != 2) {
             (o->output == 0 ? print_markdown : print_csv)(b);
         }
-        if (fflush(stdout) != 0 && errno != EPIPE) { /* a reader that leaves has what it wanted */
-            snprintf(error.message, sizeof error.message, "the table can't be written to stdout: %s", strerror(errno));
-            status = DT_ERR_IO;
-        }
+        const dt_status written = dt_report_flush_table(&error);
+        status = written != DT_OK ? written : status;
     }
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);

@@ -15,7 +15,6 @@
 #include "json_parts.h"
 #include "run.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -44,19 +43,15 @@ static const dt_option policy_rows[] = {
      "with --policy: the same for every layer, or one sum shared out by the scores (equal)"},
     {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
 };
-#define SETTINGS_ROW                                                                                                               \
-    {                                                                                                                              \
-        "--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0,                                                                     \
-            "compare the settings of this file instead, on one reading: a JSON list of {\"name\", \"evict\", and \"config\" (an "  \
-            "eviction "                                                                                                            \
-            "config) or \"preset\"; and sizes, and \"quote\", where they differ}"                                                  \
-    }
+#define SETTINGS_HELP                                                                                                              \
+    "compare the settings of this file instead, on one reading: a JSON list of {\"name\", \"evict\", and \"config\" (an eviction " \
+    "config) or \"preset\"; and sizes, and \"quote\", where they differ}"
 static const dt_option kld_rows[] = {
     {"--continuation", "N", DT_OPTION_INT, AT(n_continuation), 1, 1 << 20, "tokens compared after the context (256)"},
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, one after the other (4)"},
     {"--quote", "X", DT_OPTION_NUMBER, AT(quote), 0, 1,
      "what follows the context is a passage of it again, from this depth on (the text goes on)"},
-    SETTINGS_ROW,
+    {"--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0, SETTINGS_HELP},
 };
 static const dt_option needle_rows[] = {
     {"--samples", "N", DT_OPTION_INT, AT(n_samples), 1, 4096, "texts with needles (20)"},
@@ -68,7 +63,7 @@ static const dt_option needle_rows[] = {
     {"--depth-high", "X", DT_OPTION_NUMBER, AT(depth_high), 0, 1, "nor later (0.9)"},
     {"--seed", "N", DT_OPTION_INT, AT(seed), 0, UINT32_MAX, "of cities, numbers and depths (1)"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "with --form chat, instead of the model's own"},
-    SETTINGS_ROW,
+    {"--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0, SETTINGS_HELP},
 };
 static const dt_option calibrate_rows[] = {
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, spread over it (4)"},
@@ -265,8 +260,7 @@ static const char *check_eviction(const eval_options *o, const command *c) {
     }
     if (o->settings != NULL && (o->policy != NULL || o->kept != NULL || o->evict != 0 || shared->prefill != 0 || named)) {
         return "a file of --settings stands instead of --policy, --kept, --evict, --eviction-config, --eviction-preset and "
-               "--prefill "
-               "streaming; leave them out";
+               "--prefill streaming; leave them out";
     }
     if (c->run == eval_calibrate && (named || o->evict != 0 || (o->kept != NULL && strchr(o->kept, ',') != NULL) ||
                                      shared->min_cache_size >= 0 || shared->memory_slots >= 0 || shared->prefill != 0)) {
@@ -327,13 +321,6 @@ static json_t *begin_result(const eval *e, const command *c) {
     return result;
 }
 
-/* A table that was not written is no result. */
-static dt_status flush(dt_error *error) {
-    return fflush(stdout) == 0 || errno == EPIPE
-               ? DT_OK /* a reader that leaves has what it wanted */
-               : eval_fail(error, DT_ERR_IO, "the table can't be written to stdout: %s", strerror(errno));
-}
-
 static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
     dt_status status = c->run == eval_ab ? eval_ab_read(e, error) : DT_OK;
     if (status == DT_OK) {
@@ -361,7 +348,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         status = text != NULL ? dt_stats_file_write_text(file, text, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
         free(text);
     }
-    status = status == DT_OK ? flush(error) : status;
+    status = status == DT_OK ? dt_report_flush_table(error) : status;
     for (size_t i = 0; i < e->n_settings; i++) {
         dt_eviction_free(e->settings[i].eviction);
         free(e->settings[i].name);

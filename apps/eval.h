@@ -62,6 +62,8 @@ dt_status eval_ab(eval *e, dt_error *error);
 
 /* The settings that flags, or the file of --settings, ask for, and what is observed for them. Needs the model. */
 dt_status eval_make_settings(eval *e, dt_error *error);
+/* Tokens that a setting of flags gives a layer; kept: as in eval_setting. */
+int64_t eval_size_of(const eval *e, double kept);
 /* Reads and checks the lines of ab's input; needs no model. */
 dt_status eval_ab_read(eval *e, dt_error *error);
 

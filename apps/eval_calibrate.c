@@ -51,9 +51,7 @@ static dt_status measure_piece(calibration *c, int64_t index, dt_error *error) {
 /* The config becomes the command's result. */
 static dt_status make_config(const calibration *c, dt_error *error) {
     char *text = NULL;
-    const eval_setting *setting = &c->e->settings[0];
-    const int64_t average =
-        setting->kept > 0 ? (int64_t)(setting->kept * (double)c->e->options->n_context) : c->e->options->shared.max_cache_size;
+    const int64_t average = eval_size_of(c->e, c->e->settings[0].kept);
     const dt_status status = dt_calibration_config(c->learned, (int32_t)average, &text, error);
     if (status != DT_OK) {
         return status;

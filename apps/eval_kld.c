@@ -1,10 +1,11 @@
 /*
  * deeptutor-eval kld: how far the next-token distributions after eviction are from those of the full cache.
  *
- * A chunk of the text is read as context; then its continuation is fed to the full cache and to a fork of it under each setting; or,
- * of settings that quote, a passage of the context is fed again, which only a cache that still has it can go on with. After every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token
- * likeliest, and the negative log likelihood that each gives to the token that follows. Means are over tokens, then over chunks;
- * the standard error is that of the mean over chunks.
+ * A chunk of the text is read as context; then its continuation is fed to the full cache and to a fork of it under each setting;
+ * or, of settings that quote, a passage of the context is fed again, which only a cache that still has it can go on with. After
+ * every token: Kullback-Leibler divergence KL(full || evicted) in nats, whether both find the same token likeliest, and the negative
+ * log likelihood that each gives to the token that follows. Means are over tokens, then over chunks; the standard error is that of
+ * the mean over chunks.
  */
 #include "eval_map.h"
 #include "run.h"

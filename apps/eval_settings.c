@@ -23,6 +23,10 @@ static dt_status setting_of_policy(const eval *e, const dt_shared_options *sizes
     return status == DT_OK ? dt_shared_options_sizes(sizes, *out, error) : status;
 }
 
+int64_t eval_size_of(const eval *e, double kept) {
+    return kept > 0 ? (int64_t)(kept * (double)e->options->n_context) : e->options->shared.max_cache_size;
+}
+
 static dt_status add_setting(eval *e, double kept, dt_error *error) {
     const eval_options *o = e->options;
     eval_setting *setting = &e->settings[e->n_settings++];
@@ -31,7 +35,7 @@ static dt_status add_setting(eval *e, double kept, dt_error *error) {
     setting->evict = o->evict == 0 ? DT_EVICT_ALWAYS : DT_EVICT_ONCE;
     dt_shared_options shared = o->shared;
     shared.eviction = true;
-    shared.max_cache_size = kept > 0 ? (int64_t)(kept * (double)o->n_context) : o->shared.max_cache_size;
+    shared.max_cache_size = eval_size_of(e, kept);
     if (kept > 0 && shared.max_cache_size < 1) {
         return eval_fail(error, DT_ERR_ARGUMENT, "--kept %g of a context of %lld is less than one token; give a larger share", kept,
                          (long long)o->n_context);

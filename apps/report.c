@@ -131,6 +131,14 @@ void dt_report_init(dt_log_level level, bool bar) {
     dt_log_set(receive_log, NULL);
 }
 
+dt_status dt_report_flush_table(dt_error *error) {
+    if (fflush(stdout) == 0 || errno == EPIPE) {
+        return DT_OK;
+    }
+    snprintf(error->message, sizeof error->message, "the table can't be written to stdout: %s", strerror(errno));
+    return error->code = DT_ERR_IO;
+}
+
 void dt_report_quieter(dt_log_level level) { report.level = level; }
 
 void dt_report(dt_log_level level, const char *format, ...) {

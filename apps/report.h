@@ -15,6 +15,8 @@ double dt_seconds_now(void);
 int dt_print_devices(void);
 /* Lines of `level` and above go to stderr; bar: where stderr is a terminal. Becomes the receiver of the library's log. */
 void dt_report_init(dt_log_level level, bool bar);
+/* Writes out what stdout still holds: a table that can't be written is no result. A reader that leaves has what it wanted. */
+dt_status dt_report_flush_table(dt_error *error);
 /* Only lines of `level` and above from now on; the bar stays. */
 void dt_report_quieter(dt_log_level level);
 void dt_report(dt_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));

@@ -20,21 +20,23 @@ pytestmark = pytest.mark.skipif(not all(os.access(program, os.X_OK) for program 
 needs_real = pytest.mark.skipif(not os.path.isfile(REAL), reason="DT_TEST_MODEL is not there")
 
 
+def make(path, *more):
+    """A model of random weights: two small layers where nothing else is said."""
+    subprocess.run([MAKE_MODEL, str(path), "--layers", "2", "--embd", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--ff",
+                    "128", "--vocab", "320", "--ctx", "2048", *more], check=True, timeout=60)
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("eval") / "tiny.gguf")
-    subprocess.run([MAKE_MODEL, path, "--layers", "2", "--embd", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
-                    "--ff", "128", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
-    return path
+    return make(tmp_path_factory.mktemp("eval") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
     """Slow enough for a bar, which comes after half a second."""
-    path = str(tmp_path_factory.mktemp("eval") / "slow.gguf")
-    subprocess.run([MAKE_MODEL, path, "--layers", "4", "--embd", "512", "--heads", "8", "--kv-heads", "2", "--head-dim", "64",
-                    "--ff", "1024", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
-    return path
+    return make(tmp_path_factory.mktemp("eval") / "slow.gguf", "--layers", "4", "--embd", "512", "--heads", "8", "--head-dim", "64",
+                "--ff", "1024")
 
 
 def run(*args, timeout=300):
@@ -355,9 +357,7 @@ def test_on_a_terminal(slow, tmp_path, command):
 
 def test_only_layers_that_share_count(tmp_path):
     """Those with a sliding window keep that, so a share of the context is a share of what the others keep."""
-    model, settings = str(tmp_path / "g.gguf"), tmp_path / "c.json"
-    subprocess.run([MAKE_MODEL, model, "--arch", "gemma3", "--window", "64", "--layers", "6", "--embd", "64", "--heads", "4",
-                    "--kv-heads", "2", "--head-dim", "16", "--ff", "128", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
+    model, settings = make(tmp_path / "g.gguf", "--arch", "gemma3", "--window", "64", "--layers", "6"), tmp_path / "c.json"
     rows = measure(tmp_path, "kld", "-m", model, "-f", TEXT, "--context", "512", "--continuation", "16", "--chunks", "1", "--policy",
                    "importance_score", "--score", "reconstruct", "--budget", "adaptive", "--kept", "0.5,0.25", "--evict", "once")
     assert 0 < rows["settings"][0]["kld"] < rows["settings"][1]["kld"]
@@ -370,9 +370,7 @@ def test_only_layers_that_share_count(tmp_path):
     small = measure(tmp_path, "kld", "-m", model, "-f", TEXT, "--context", "256", "--continuation", "16", "--chunks", "1",
                     "--eviction-config", str(settings))
     assert small["kept_share"] < 1 and small["kld"] > 0
-    all_windows = str(tmp_path / "w.gguf")
-    subprocess.run([MAKE_MODEL, all_windows, "--arch", "gemma3", "--window", "64", "--layers", "4", "--embd", "64", "--heads", "4",
-                    "--kv-heads", "2", "--head-dim", "16", "--ff", "128", "--vocab", "320", "--ctx", "2048"], check=True, timeout=60)
+    all_windows = make(tmp_path / "w.gguf", "--arch", "gemma3", "--window", "64", "--layers", "4")
     nothing = run("calibrate", "-m", all_windows, "-f", TEXT, "--context", "256", "--chunks", "1", "-o", str(settings))
     assert nothing.returncode != 0 and "sliding window" in nothing.stderr
 
@@ -392,8 +390,7 @@ def test_nothing_is_overwritten(tiny, tmp_path):
                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "also read" in refused.stderr and learned.read_bytes() == before
     parts = [tmp_path / f"s-0000{i}-of-00002.gguf" for i in (1, 2)]
-    subprocess.run([MAKE_MODEL, str(tmp_path / "s.gguf"), "--parts", "2", "--layers", "2", "--embd", "64", "--heads", "4", "--kv-heads", "2",
-                    "--head-dim", "16", "--ff", "128", "--vocab", "320", "--ctx", "512"], check=True, timeout=60)
+    make(tmp_path / "s.gguf", "--parts", "2", "--ctx", "512")
     second = parts[1].read_bytes()
     for command in ([EVAL, *common[:2], str(parts[0]), *common[3:], "--kept", "0.5", "--json", str(parts[1])],
                     [MAIN, "-m", str(parts[0]), "-p", "hi", "-n", "4", "--stats-json", str(parts[1])]):

@@ -53,8 +53,8 @@ dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_err
     }
     if (!any) {
         return dt_fail(error, DT_ERR_UNSUPPORTED,
-                       "every layer of this model has a sliding window and keeps that: there is nothing to "
-                       "calibrate");
+                       "every layer of this model has a sliding window and keeps that: there is nothing "
+                       "to calibrate");
     }
     dt_calibration *c = calloc(1, sizeof *c);
     if (c == NULL) {

@@ -497,8 +497,6 @@ dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_evic
 
 /* ---- what several settings need ---- */
 
-static bool foretells(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_weights; }
-
 /* A layer's policy that has all collected which the settings' own ask for; of those that foretell it is the first's, whose weights
  * are at hand. */
 static const dt_policy *observing_policy(const dt_eviction *const *settings, size_t n, const dt_eviction *first, int32_t layer) {
@@ -506,7 +504,7 @@ static const dt_policy *observing_policy(const dt_eviction *const *settings, siz
     for (size_t i = 0; i < n; i++) {
         const dt_budget *own = &settings[i]->budgets[layer], *theirs = &first->budgets[layer];
         if (dt_budget_needs_peak(own)) {
-            const bool known = foretells(own) && foretells(theirs);
+            const bool known = dt_budget_needs_weights(own) && dt_budget_needs_weights(theirs);
             policy = known && policy != &dt_policy_reconstruct ? theirs->policy : &dt_policy_reconstruct;
         }
     }
@@ -516,7 +514,7 @@ static const dt_policy *observing_policy(const dt_eviction *const *settings, siz
 static bool foretells_anywhere(const dt_eviction *eviction) {
     bool any = false;
     for (int32_t i = 0; i < eviction->n_layers; i++) {
-        any = any || foretells(&eviction->budgets[i]);
+        any = any || dt_budget_needs_weights(&eviction->budgets[i]);
     }
     return any;
 }

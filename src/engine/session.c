@@ -85,8 +85,8 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
         const dt_budget *b = &budgets[i];
         const int64_t window = s->model->info.windows[i],
                       max = b->policy != NULL ? (int64_t)b->max_cache_size + b->memory_slots : INT32_MAX;
-        const int32_t beside =
-            DT_MAX(b->policy != NULL ? b->sink_tokens : 0, 1); /* a window moves where it leaves a position free */
+        /* a window moves where it leaves a position free */
+        const int32_t beside = DT_MAX(b->policy != NULL ? b->sink_tokens : 0, 1);
         const int64_t seen = window > 0 ? window + beside : INT32_MAX;
         kept = DT_MAX(kept, DT_MIN(seen, max));
         repeats = repeats || dt_policy_repeats(b->policy);
@@ -478,7 +478,7 @@ static bool foretells_alike(const dt_session *s, const dt_session *from) {
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
         const dt_budget *own = &dt_kv_layer(s->kv, i)->budget, *other = &dt_kv_layer(from->kv, i)->budget;
         const size_t bytes = (size_t)s->model->info.n_kv_heads[i] * (size_t)own->n_weights * sizeof *own->weights;
-        const bool foretells = own->policy != NULL && own->policy->needs_weights;
+        const bool foretells = dt_budget_needs_weights(own);
         alike = alike && (!foretells || (own->policy == other->policy && own->n_weights == other->n_weights &&
                                          memcmp(own->weights, other->weights, bytes) == 0));
     }

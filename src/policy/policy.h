@@ -92,6 +92,10 @@ static inline bool dt_budget_needs_mass(const dt_budget *budget) {
 }
 /* Whether peaks are to be kept. */
 static inline bool dt_budget_needs_peak(const dt_budget *budget) { return budget->policy != NULL && budget->policy->needs_peak; }
+/* Whether peaks are foretold, by weights that were learned. */
+static inline bool dt_budget_needs_weights(const dt_budget *budget) {
+    return budget->policy != NULL && budget->policy->needs_weights;
+}
 /* How many of n layers evict: those have a part in a budget that is shared. */
 static inline int32_t dt_budgets_that_evict(const dt_budget *budgets, int32_t n) {
     int32_t n_evicting = 0;
