@@ -6,6 +6,7 @@
  */
 #define _POSIX_C_SOURCE 200809L /* strdup */
 #include "api_reader.h"
+#include "json_parts.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -297,8 +298,10 @@ json_t *dt_reader_parse(dt_reader *r, const char *body, size_t n) {
     if (!check_brackets(r, body, n)) {
         return NULL;
     }
-    json_t *json = json_loadb(body, n, 0, &where);
-    if (json == NULL) {
+    json_t *json = dt_json_load(body, n, 0, &where);
+    if (json == NULL && json_error_code(&where) == json_error_out_of_memory) {
+        dt_reader_no_memory(r);
+    } else if (json == NULL) {
         size_t n_reason = 0;
         char *reason = dt_repair_utf8(where.text, strlen(where.text), &n_reason); /* it quotes the body */
         dt_reader_refuse(r, 400, "the body is not JSON: line %d, column %d: %.200s", where.line, where.column,

@@ -269,7 +269,8 @@ char *dt_api_answer(const dt_api *api, const dt_request *request) {
     dt_json_set(&json, "usage", usage_json(request));
     add_eviction(&json, request);
     if (request->tlc && request->jobs[0]->tlc_json != NULL) {
-        dt_json_set(&json, "tlc", json_loads(request->jobs[0]->tlc_json, 0, NULL));
+        const char *tlc = request->jobs[0]->tlc_json;
+        dt_json_set(&json, "tlc", dt_json_load(tlc, strlen(tlc), 0, NULL));
     }
     if (!good) {
         json_decref(json);

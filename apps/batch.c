@@ -137,7 +137,7 @@ static json_t *short_line(const dt_batch_row *row, const json_t *body) {
 
 static json_t *answer_line(const batch *b, const work *w) {
     char *text = dt_api_answer(&b->api, &w->request);
-    json_t *body = text != NULL ? json_loads(text, 0, NULL) : NULL, *line = NULL;
+    json_t *body = text != NULL ? dt_json_load(text, strlen(text), 0, NULL) : NULL, *line = NULL;
     if (body != NULL && w->row.form == DT_BATCH_SHORT) {
         line = short_line(&w->row, body);
     } else if (body != NULL) {

@@ -252,8 +252,10 @@ static void parse_line(dt_batch_input *in, const char *line, size_t n, dt_batch_
         line += 3;
         n -= 3;
     }
-    json_t *object = json_loadb(line, n, 0, &where);
-    if (!json_is_object(object)) {
+    json_t *object = dt_json_load(line, n, 0, &where);
+    if (object == NULL && json_error_code(&where) == json_error_out_of_memory) {
+        refuse(row, "%s", no_room);
+    } else if (!json_is_object(object)) {
         refuse(row, "the row is not a JSON object%s%.150s", object == NULL ? ": " : "", object == NULL ? where.text : "");
     } else if (json_object_get(object, "body") != NULL || json_object_get(object, "custom_id") != NULL) {
         read_openai(row, object);
@@ -411,8 +413,9 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) 
         return errno == ENOENT ? DT_OK : fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
     for (ssize_t n; status == DT_OK && (n = read_line(&l)) >= 0;) {
-        json_t *object = l.why == NULL && n > 0 ? json_loadb(l.line, (size_t)n, 0, NULL) : NULL;
-        if (l.why == no_room) {
+        json_error_t where = {.line = 0};
+        json_t *object = l.why == NULL && n > 0 ? dt_json_load(l.line, (size_t)n, 0, &where) : NULL;
+        if (l.why == no_room || json_error_code(&where) == json_error_out_of_memory) {
             status = no_memory(error);
         } else if (json_is_integer(json_object_get(object, "line"))) {
             status = l.has_end ? take_done(o, object, error) : DT_OK;

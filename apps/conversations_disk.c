@@ -167,7 +167,7 @@ static json_t *load_index(const char *path) {
     struct stat info;
     const int file = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     const bool fits = file >= 0 && fstat(file, &info) == 0 && S_ISREG(info.st_mode) && info.st_size <= INDEX_BYTES_MAX;
-    json_t *index = fits ? json_loadfd(file, 0, NULL) : NULL;
+    json_t *index = fits ? dt_json_load_fd(file, (size_t)info.st_size, 0, NULL) : NULL;
     if (file >= 0) {
         close(file);
     }

@@ -6,6 +6,7 @@
  * agree place by place. The input is checked to its end before anything is generated: a wrong line costs no time.
  */
 #include "eval.h"
+#include "json_parts.h"
 #include "rouge.h"
 #include "run.h"
 #include "utf8.h"
@@ -99,15 +100,17 @@ dt_status eval_ab_read(eval *e, dt_error *error) {
         }
         if (length > 0) {
             json_error_t fault;
-            json_t *row = json_loadb(at, length, 0, &fault);
+            json_t *row = dt_json_load(at, length, 0, &fault);
             const char *what = row == NULL ? fault.text : find_fault(row);
-            if (what != NULL) {
+            if (row == NULL && json_error_code(&fault) == json_error_out_of_memory) {
+                status = eval_fail(error, DT_ERR_MEMORY, "out of memory for the prompts");
+            } else if (what != NULL) {
                 char sentence[400];
                 snprintf(sentence, sizeof sentence, "%s%s", row == NULL ? "is no JSON object: " : "", what);
                 json_decref(row);
                 status = bad_line(e, line, error, sentence);
-            } else {
-                json_array_append_new(e->rows, json_pack("{sI so}", "line", (json_int_t)line, "row", row));
+            } else if (json_array_append_new(e->rows, json_pack("{sI so}", "line", (json_int_t)line, "row", row)) != 0) {
+                status = eval_fail(error, DT_ERR_MEMORY, "out of memory for the prompts");
             }
         }
         at = end + 1;

@@ -6,9 +6,11 @@
  * budget: a few look far back and need nearly everything, most need the first tokens and the latest ones.
  */
 #include "eval.h"
+#include "json_parts.h"
 
 #include <assert.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct calibration {
     eval *e;
@@ -57,7 +59,7 @@ static dt_status make_config(const calibration *c, dt_error *error) {
         return status;
     }
     json_decref(c->e->result);
-    c->e->result = json_loads(text, 0, NULL);
+    c->e->result = dt_json_load(text, strlen(text), 0, NULL);
     dt_free(text);
     return c->e->result != NULL ? DT_OK : eval_fail(error, DT_ERR_MEMORY, "out of memory");
 }

@@ -161,12 +161,19 @@ static dt_status read_setting(eval *e, json_t *row, dt_error *error) {
 }
 
 static dt_status settings_of_file(eval *e, dt_error *error) {
-    json_error_t json_error;
-    json_t *rows = json_load_file(e->options->settings, JSON_REJECT_DUPLICATES, &json_error);
-    dt_status status = DT_OK;
+    char *text = NULL;
+    size_t n = 0;
+    dt_status status = dt_read_file(e->options->settings, &text, &n, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    json_error_t why;
+    json_t *rows = dt_json_load(text, n, JSON_REJECT_DUPLICATES, &why);
+    free(text);
     if (rows == NULL) {
-        return eval_fail(error, DT_ERR_CONFIG, "%s:%d: %s", e->options->settings, json_error.line > 0 ? json_error.line : 1,
-                         json_error.text);
+        return json_error_code(&why) == json_error_out_of_memory
+                   ? eval_fail(error, DT_ERR_MEMORY, "out of memory for %s", e->options->settings)
+                   : eval_fail(error, DT_ERR_CONFIG, "%s:%d: %s", e->options->settings, why.line > 0 ? why.line : 1, why.text);
     }
     if (!json_is_array(rows) || json_array_size(rows) == 0) {
         status = eval_fail(error, DT_ERR_CONFIG, "%s: must be a list of settings", e->options->settings);

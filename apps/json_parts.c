@@ -2,8 +2,102 @@
 #include "json_parts.h"
 #include "utf8.h"
 
+#include <errno.h>
+#include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
+
+/* A text while jansson reads it. A first allocation that is refused is met from the reserve, which the lexer's buffer always fits
+ * in, as it at most doubles; from then on the text is at its end, so that the buffer does not grow again. */
+typedef struct reading {
+    const char *text;
+    size_t n, at;
+    char *reserve;
+    size_t n_reserve;
+    bool refused;
+} reading;
+
+static _Thread_local reading *current;
+
+static void *allocate(size_t n) {
+    void *room = malloc(n);
+    if (room == NULL && current != NULL && !current->refused) {
+        current->refused = true;
+        return n <= current->n_reserve ? current->reserve : NULL;
+    }
+    return room;
+}
+
+static void release(void *room) {
+    if (current == NULL || room != current->reserve) {
+        free(room);
+    }
+}
+
+/* Before main, so that no thread sees them change. */
+__attribute__((constructor)) static void take_over_allocations(void) { json_set_alloc_funcs(allocate, release); }
+
+/* One byte at a time, so that nothing is read ahead of a refusal. */
+static size_t next_byte(void *out, size_t n_room, void *data) {
+    reading *r = data;
+    if (r->refused || r->at == r->n || n_room == 0) {
+        return 0;
+    }
+    *(char *)out = r->text[r->at++];
+    return 1;
+}
+
+static void tell_no_memory(json_error_t *why) {
+    if (why != NULL) {
+        *why = (json_error_t){.line = -1, .column = -1, .text = "out of memory"};
+        why->text[JSON_ERROR_TEXT_LENGTH - 1] = (char)json_error_out_of_memory; /* where json_error_code looks */
+    }
+}
+
+json_t *dt_json_load(const char *text, size_t n, size_t flags, json_error_t *why) {
+    if (why != NULL) {
+        *why = (json_error_t){.line = -1, .column = -1};
+    }
+    reading r = {.text = text, .n = n, .n_reserve = n < SIZE_MAX / 4 ? 2 * n + 64 : 0};
+    r.reserve = r.n_reserve > 0 ? malloc(r.n_reserve) : NULL; /* untouched memory costs nothing */
+    if (r.reserve == NULL) {
+        tell_no_memory(why);
+        return NULL;
+    }
+    current = &r;
+    json_t *json = json_load_callback(next_byte, &r, flags, why);
+    if (r.refused) {
+        json_decref(json);
+        json = NULL;
+        tell_no_memory(why);
+    }
+    current = NULL;
+    free(r.reserve);
+    return json;
+}
+
+json_t *dt_json_load_fd(int file, size_t n_most, size_t flags, json_error_t *why) {
+    char *text = malloc(n_most + 1);
+    size_t n = 0;
+    ssize_t got = text != NULL ? 1 : -1;
+    while (n < n_most && (got > 0 || (got < 0 && errno == EINTR && text != NULL))) {
+        got = read(file, text + n, n_most - n);
+        n += got > 0 ? (size_t)got : 0;
+    }
+    json_t *json = NULL;
+    if (text == NULL) {
+        tell_no_memory(why);
+    } else if (got >= 0) {
+        json = dt_json_load(text, n, flags, why);
+    } else if (why != NULL) {
+        *why = (json_error_t){.line = -1, .column = -1};
+        snprintf(why->text, sizeof why->text, "%s", strerror(errno));
+    }
+    free(text);
+    return json;
+}
 
 static void keep_if(json_t **whole, bool added) {
     if (!added) {
