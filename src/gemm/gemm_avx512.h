@@ -18,9 +18,10 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #define NOT_FINITE 0x99 /* quiet and signalling NaN, both infinities */
 /* Bytes that are asked for before they are needed: into the second cache, which has more requests under way than the first, and
- * from there into the first. */
-#define AHEAD 5120
-#define SOON 576
+ * from there into the first. Measured on a Xeon with AMX: AHEAD of more than a page costs models of 1B and 7B a tenth of their
+ * speed, SOON of half as much a twentieth. */
+#define AHEAD 3072
+#define SOON 1024
 
 INLINE bool avx512_supported(void) {
     __builtin_cpu_init();
