@@ -5,8 +5,10 @@ DT_EVAL, DT_MAIN and DT_MAKE_MODEL name the programs; DT_TEST_MODEL the real mod
 import json
 import math
 import os
+import pathlib
 import pty
 import re
+import statistics
 import subprocess
 
 import pytest
@@ -30,13 +32,6 @@ def make(path, *more):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return make(tmp_path_factory.mktemp("eval") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    """Slow enough for a bar, which comes after half a second."""
-    return make(tmp_path_factory.mktemp("eval") / "slow.gguf", "--layers", "4", "--embd", "512", "--heads", "8", "--head-dim", "64",
-                "--ff", "1024")
 
 
 def run(*args, timeout=300):
@@ -287,16 +282,21 @@ def test_what_was_learned_finds_what_is_quoted(tmp_path):
 
 @needs_real
 def test_no_loops(tmp_path):
+    """Distinct tokens of 64, the median of five texts for each budget: now and then a model this small repeats itself with all its
+    cache too. About half are distinct with eviction and without; a window without sinks comes to 0.15 at the smaller budgets."""
+    stats, config, text = (tmp_path / name for name in ("stats.json", "config.json", "text.txt"))
     for budget in (48, 64, 128, 512):
-        stats = tmp_path / "stats.json"
-        config = tmp_path / "config.json"
         config.write_text(json.dumps({"0-": {"policy": "importance_score", "max_cache_size": budget}}))
-        result = subprocess.run([MAIN, "-m", REAL, "-f", TEXT, "-n", "64", "--temp", "0", "-t", "1", "--cache-eviction",
-                                 "--prefill", "streaming", "--eviction-config", str(config), "--stats-json", str(stats)],
-                                stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        tokens = json.loads(stats.read_text())["generated_token_ids"]
-        assert len(set(tokens)) >= 0.3 * len(tokens), (budget, tokens)
+        shares = []
+        for n in (6000, 7000, 8000, 9000, 10000):
+            text.write_text(pathlib.Path(TEXT).read_text()[:n])
+            result = subprocess.run([MAIN, "-m", REAL, "-f", str(text), "-n", "64", "--temp", "0", "-t", "1", "--cache-eviction",
+                                     "--prefill", "streaming", "--eviction-config", str(config), "--stats-json", str(stats)],
+                                    stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+            assert result.returncode == 0, result.stderr
+            tokens = json.loads(stats.read_text())["generated_token_ids"]
+            shares.append(len(set(tokens)) / len(tokens))
+        assert statistics.median(shares) >= 0.3, (budget, shares)
 
 
 @needs_real
@@ -334,25 +334,31 @@ def test_long_past_the_context(tiny, tmp_path):
     ["needle", "--context", "1024", "--samples", "10", "--kept", "0.5"],
     ["calibrate", "--context", "1024", "--chunks", "5", "-o", "c.json"],
     ["long", "--context", "512", "--times", "10", "--chunks", "4", "--policy", "local_window", "--kept", "0.25"]])
-def test_on_a_terminal(slow, tmp_path, command):
-    """How far it is, on one line; piped, as in every other test, there is none."""
-    ours, theirs = pty.openpty()
-    program = subprocess.Popen([EVAL, *command, "-m", slow, "-f", TEXT, "-t", "1"], stdin=subprocess.DEVNULL, cwd=tmp_path,
-                               stdout=subprocess.PIPE, stderr=theirs)
-    os.close(theirs)
-    told = b""
-    while True:
-        try:
-            piece = os.read(ours, 4096)
-        except OSError:  # so it ends on Linux
-            piece = b""
-        if not piece:
+def test_on_a_terminal(tmp_path, command):
+    """How far it is, on one line; piped, as in every other test, there is none. It comes after half a second and ten times a second
+    at most, so on a machine that is through by then a larger model is taken."""
+    for layers in ("4", "16", "64"):
+        slow = make(tmp_path / "slow.gguf", "--layers", layers, "--embd", "512", "--heads", "8", "--head-dim", "64", "--ff", "1024")
+        ours, theirs = pty.openpty()
+        program = subprocess.Popen([EVAL, *command, "-m", slow, "-f", TEXT, "-t", "1"], stdin=subprocess.DEVNULL, cwd=tmp_path,
+                                   stdout=subprocess.PIPE, stderr=theirs)
+        os.close(theirs)
+        told = b""
+        while True:
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # so it ends on Linux
+                piece = b""
+            if not piece:
+                break
+            told += piece
+        os.close(ours)
+        assert b"|" in program.communicate(timeout=300)[0] and program.returncode == 0, told
+        shown = [int(n) for n in re.findall(rb"measuring +(\d+) %", told)]
+        assert shown == sorted(shown) and all(0 <= n <= 100 for n in shown), told
+        if len(set(shown)) > 1:
             break
-        told += piece
-    os.close(ours)
-    assert b"|" in program.communicate(timeout=300)[0] and program.returncode == 0, told
-    shown = [int(n) for n in re.findall(rb"measuring +(\d+) %", told)]
-    assert shown and shown == sorted(shown) and 0 <= shown[0] <= shown[-1] <= 100 and len(set(shown)) > 1, told
+    assert len(set(shown)) > 1, told
 
 
 def test_only_layers_that_share_count(tmp_path):
