@@ -212,6 +212,7 @@ dt_status eval_kld(eval *e, dt_error *error) {
     }
     const size_t n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab;
     float *full = malloc(((size_t)o->n_continuation + 1) * n_vocab * sizeof *full);
+    /* there is a setting: NOLINTNEXTLINE(clang-analyzer-optin.portability.UnixAPI) */
     chunk_sums *sums = calloc(n_chunks * e->n_settings, sizeof *sums);
     double *values = calloc(n_chunks, sizeof *values);
     eval_map *map = eval_map_new(e);

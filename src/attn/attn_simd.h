@@ -359,12 +359,13 @@ DT_INLINE void values_rows(const dt_attn_kind kind, const int R, const int N, co
     for (; d + N * W <= n_dims; d += N * W) {
         values_block(kind, R, N, values + d * element, row_bytes, ahead, n, w, w_stride, o + d, o_stride);
     }
-    if (N > 2 && d + 2 * W <= n_dims) {
+    const bool two = N > 2 && d + 2 * W <= n_dims;
+    if (two) {
         values_block(kind, R, 2, values + d * element, row_bytes, ahead, n, w, w_stride, o + d, o_stride);
-        d += 2 * W;
     }
-    if (W == DT_KV_GROUP && d < n_dims) { /* padded dimensions are a multiple of 16 */
-        values_block(kind, R, 1, values + d * element, row_bytes, ahead, n, w, w_stride, o + d, o_stride);
+    const int32_t last = W == DT_KV_GROUP ? d + (two ? 2 * W : 0) : n_dims; /* padded dimensions are a multiple of 16 */
+    if (last < n_dims) {
+        values_block(kind, R, 1, values + last * element, row_bytes, ahead, n, w, w_stride, o + last, o_stride);
     }
 }
 

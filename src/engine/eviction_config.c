@@ -175,18 +175,16 @@ void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows) {
 
 typedef struct preset {
     const char *name;
-    const dt_policy *shallow_policy;
-    int32_t shallow_max;
-    const dt_policy *deep_policy;
-    int32_t deep_max, min;
+    const dt_policy *shallow_policy, *deep_policy;
+    int32_t shallow_max, deep_max, min;
     int32_t least_deep; /* deep layers at least; otherwise the second half */
 } preset;
 
 static const preset presets[] = {
-    {"chat", &dt_policy_local_window, 2048, &dt_policy_importance_score, 4096, 512, 0},
-    {"docqa", &dt_policy_local_window, 4096, &dt_policy_importance_score, 8192, 1024, 8},
-    {"code", &dt_policy_local_window, 4096, &dt_policy_local_window, 4096, 1024, 0},
-    {"summary", &dt_policy_importance_score, 3072, &dt_policy_importance_score, 6144, 512, 0},
+    {"chat", &dt_policy_local_window, &dt_policy_importance_score, 2048, 4096, 512, 0},
+    {"docqa", &dt_policy_local_window, &dt_policy_importance_score, 4096, 8192, 1024, 8},
+    {"code", &dt_policy_local_window, &dt_policy_local_window, 4096, 4096, 1024, 0},
+    {"summary", &dt_policy_importance_score, &dt_policy_importance_score, 3072, 6144, 512, 0},
 };
 
 dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_eviction **out, dt_error *error) {

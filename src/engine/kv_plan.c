@@ -68,7 +68,7 @@ static int32_t expected_tokens(const dt_session_params *params) {
 /* A lane holds the whole conversation, or its budget and the chunk that is being read. */
 static void measure_lanes(plan *p, bool evicts) {
     const int32_t n_layers = p->model->info.n_layers, n = expected_tokens(p->params);
-    const int32_t n_sharing = DT_MAX(dt_budgets_that_evict(p->budgets, n_layers), 1);
+    const int32_t n_evicting = dt_budgets_that_evict(p->budgets, n_layers), n_sharing = DT_MAX(n_evicting, 1);
     int32_t repeated = 0; /* tokens that reconstruct appends to every layer for a while */
     for (int32_t i = 0; i < n_layers; i++) {
         repeated = dt_policy_repeats(p->budgets[i].policy) ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : repeated;
