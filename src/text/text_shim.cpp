@@ -609,6 +609,9 @@ static dt_status grammar_from_schema(const char *json_schema, std::string *out, 
             return dt_fail(error, DT_ERR_ARGUMENT, "the JSON schema must be an object, for example {\"type\": \"object\"}");
         }
         *out = json_schema_to_grammar(schema);
+        if (json_schema_to_grammar(schema) != *out) { // its streams leave out what memory was refused for, and say nothing
+            throw std::bad_alloc();
+        }
         return DT_OK;
     });
 }
