@@ -4,6 +4,7 @@
  * The half-precision reference here is built from ldexp and exact comparisons of neighbours, not from the code under test.
  */
 #include "base/kv_format.h"
+#include "base/vectors.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -293,6 +294,49 @@ static void test_is_finite(void **state) {
     assert_false(dt_is_finite(INFINITY) || dt_is_finite(-INFINITY) || dt_is_finite(NAN) || dt_is_finite(-NAN));
 }
 
+/* ---- vectors ---- */
+
+static void test_exponentials_and_logarithms(void **state) {
+    (void)state;
+    for (float from = -87; from <= 87; from += 0.0131f) {
+        dt_floats x, y;
+        for (int32_t i = 0; i < DT_VECTOR; i++) {
+            x[i] = i == 0 ? from : from * (float)(i * i) / 256.0f; /* some close to 0 */
+            y[i] = expf(x[i]);
+        }
+        dt_floats e = x, l = y;
+        dt_exponentials(&e);
+        dt_logarithms(&l);
+        for (int32_t i = 0; i < DT_VECTOR; i++) {
+            const double want = exp((double)x[i]), log_want = log((double)y[i]);
+            assert_true(dt_is_finite(e[i]) && fabs((double)e[i] / want - 1) <= 1e-5);
+            assert_true(dt_is_finite(l[i]) && fabs((double)l[i] - log_want) <= 1e-6 * DT_MAX(fabs(log_want), 1.0));
+        }
+    }
+    dt_floats one = (dt_floats){0} + 1.0f, zero = {0};
+    dt_exponentials(&zero);
+    dt_logarithms(&one);
+    assert_true(zero[0] == 1 && one[0] == 0);
+}
+
+static void test_vectors_are_cut(void **state) {
+    (void)state;
+    float numbers[DT_VECTOR + 1], out[DT_VECTOR + 1];
+    for (int32_t i = 0; i <= DT_VECTOR; i++) {
+        numbers[i] = (float)i + 1;
+        out[i] = -1;
+    }
+    for (int32_t n = 1; n <= DT_VECTOR + 1; n++) {
+        dt_floats x;
+        dt_vector_load(&x, numbers, n);
+        dt_vector_store(out, &x, n);
+        for (int32_t i = 0; i <= DT_VECTOR; i++) {
+            assert_true(i == DT_VECTOR || x[i] == (i < n ? numbers[i] : 0));
+            assert_true(out[i] == (i < DT_MIN(n, DT_VECTOR) ? numbers[i] : -1));
+        }
+    }
+}
+
 /* ---- block layout ---- */
 
 static void check_format(dt_kv_type type_k, dt_kv_type type_v, int32_t dim_k, int32_t dim_v, int32_t block_tokens) {
@@ -357,6 +401,8 @@ int main(void) {
         cmocka_unit_test(test_f16_every_half),
         cmocka_unit_test(test_f16_rounds_to_nearest_even),
         cmocka_unit_test(test_is_finite),
+        cmocka_unit_test(test_exponentials_and_logarithms),
+        cmocka_unit_test(test_vectors_are_cut),
         cmocka_unit_test(test_kv_format),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -614,6 +614,71 @@ static void test_positions_may_start_anywhere_in_an_empty_cache(void **state) {
     finish();
 }
 
+/* ---- entries as floats ---- */
+
+/* Every finite half and byte is among them, and runs that begin and end anywhere in groups and blocks. */
+static void check_reading(dt_kv_type type, int32_t dim_k, int32_t dim_v) {
+    enum { N = 1000 };
+    dt_kv_layer_params layer = {.n_lanes = 1};
+    dt_kv_format *f = &layer.format;
+    dt_kv_format_init(f, type, type, dim_k, dim_v, 48);
+    dt_memory_init(&memory);
+    dt_kv *kv = NULL;
+    dt_error error;
+    require(dt_kv_new(&memory, &layer, 1, &kv, &error), &error);
+    require(dt_kv_append(kv, 0, N, &error), &error);
+    dt_kv_commit(kv, N);
+    dt_kv_lane_view view;
+    dt_kv_lane(kv, 0, 0, &view);
+    float *keys = malloc((size_t)N * (size_t)dim_k * sizeof *keys), *values = malloc((size_t)N * (size_t)dim_v * sizeof *values);
+    float *want_k = malloc((size_t)N * (size_t)dim_k * sizeof *keys), *want_v = malloc((size_t)N * (size_t)dim_v * sizeof *values);
+    assert_true(keys != NULL && values != NULL && want_k != NULL && want_v != NULL);
+    uint32_t at = 0;
+    for (int32_t entry = 0; entry < N; entry++) {
+        char *block = view.spans[entry / 48].block;
+        const int32_t i = entry % 48;
+        for (int32_t d = 0; d < dim_k + dim_v; d++, at++) {
+            const bool is_key = d < dim_k;
+            const size_t width = type == DT_KV_F16 ? 2 : 1;
+            char *place = is_key ? block + dt_kv_key_offset(f, i, d)
+                                 : block + f->v_offset + (size_t)i * dt_kv_value_row_bytes(f) + (size_t)(d - dim_k) * width;
+            float *want = is_key ? &want_k[(size_t)entry * (size_t)dim_k + (size_t)d]
+                                 : &want_v[(size_t)entry * (size_t)dim_v + (size_t)(d - dim_k)];
+            if (type == DT_KV_F16) {
+                const uint16_t half = (uint16_t)(at % 0x7C00u | (at / 0x7C00u % 2) << 15);
+                memcpy(place, &half, sizeof half);
+                *want = dt_f16_to_f32(half);
+            } else {
+                float *scale = is_key ? &dt_kv_k_scale(f, block)[i] : &dt_kv_v_scale(f, block)[i];
+                *scale = number_of((uint32_t)entry, is_key) / 64;
+                *place = (char)(uint8_t)(at % 256);
+                *want = *scale * (is_key ? (float)((int32_t)(at % 256) - 128) : (float)(int8_t)(uint8_t)(at % 256));
+            }
+        }
+    }
+    for (int32_t first = 0; first < N; first += 1 + (int32_t)draw(40)) {
+        const int32_t n = first == 0 ? N : 1 + (int32_t)draw((uint32_t)DT_MIN(N - first, 120));
+        memset(keys, 0xFF, (size_t)n * (size_t)dim_k * sizeof *keys);
+        memset(values, 0xFF, (size_t)n * (size_t)dim_v * sizeof *values);
+        assert_true(dt_kv_get_entries(kv, 0, 0, first, n, keys, values));
+        assert_memory_equal(keys, want_k + (size_t)first * (size_t)dim_k, (size_t)n * (size_t)dim_k * sizeof *keys);
+        assert_memory_equal(values, want_v + (size_t)first * (size_t)dim_v, (size_t)n * (size_t)dim_v * sizeof *values);
+    }
+    free(keys);
+    free(values);
+    free(want_k);
+    free(want_v);
+    dt_kv_free(kv);
+}
+
+static void test_entries_are_read_as_they_lie(void **state) {
+    (void)state;
+    check_reading(DT_KV_F16, 64, 64);
+    check_reading(DT_KV_F16, 5, 39);
+    check_reading(DT_KV_INT8, 64, 48);
+    check_reading(DT_KV_INT8, 7, 20);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_random_operations),
@@ -625,6 +690,7 @@ int main(void) {
         cmocka_unit_test(test_wrong_use_is_refused),
         cmocka_unit_test(test_the_checker_sees_damage),
         cmocka_unit_test(test_positions_may_start_anywhere_in_an_empty_cache),
+        cmocka_unit_test(test_entries_are_read_as_they_lie),
     };
     return cmocka_run_group_tests_name("kv", tests, NULL, NULL);
 }

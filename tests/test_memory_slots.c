@@ -287,7 +287,7 @@ static void add(dt_kv *kv, int32_t *next, int32_t n) {
 static void evict(dt_kv *kv, int32_t next) {
     dt_round_result result;
     dt_error error;
-    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     require(dt_kv_check(kv, &error), &error);
 }
 
@@ -408,7 +408,7 @@ static void test_forks(void **state) {
         add(fork, &fork_next, 30);
         dt_round_result result;
         atomic_store(&memory.fail_after, refused);
-        const dt_status status = dt_kv_round(fork, fork_next, false, &result, &error);
+        const dt_status status = dt_kv_round(fork, fork_next, false, NULL, &result, &error);
         atomic_store(&memory.fail_after, -1);
         assert_true(status == DT_OK || status == DT_ERR_MEMORY);
         require(dt_kv_check(fork, &error), &error);

@@ -407,38 +407,45 @@ static void test_reconstruct_keeps_the_peaks(void **state) {
 /* ---- predict ---- */
 
 /* Rotating a key's pairs, as positions do, changes no feature; and the sum is what a plain loop in double precision gives. */
+static void check_prediction(int32_t dim_k, int32_t dim_v, int32_t split) {
+    const dt_predict_shape shape = {.dim_k = dim_k, .dim_v = dim_v, .split = split};
+    const int32_t n_features = dim_k / 2 + dim_v;
+    float key[64], turned[64], value[40], features[72], again[72], lane_weights[74];
+    double want = 0;
+    for (int32_t i = 0; i < n_features + 2; i++) {
+        lane_weights[i] = (float)draw(2000) / 1000 - 1;
+        key[i % dim_k] = turned[i % dim_k] = (float)draw(2000) / 1000 - 1;
+        value[i % dim_v] = (float)draw(2000) / 1000 - 1;
+    }
+    for (int32_t i = 0; i < dim_k / 2; i++) {
+        const int32_t a = 2 * i < split ? i : 2 * i, b = 2 * i < split ? i + split / 2 : 2 * i + 1;
+        const float angle = (float)draw(6000) / 1000;
+        turned[a] = key[a] * cosf(angle) - key[b] * sinf(angle);
+        turned[b] = key[a] * sinf(angle) + key[b] * cosf(angle);
+        want += (double)lane_weights[2 + i] * hypot((double)key[a], (double)key[b]);
+    }
+    for (int32_t i = 0; i < dim_v; i++) {
+        want += (double)lane_weights[2 + dim_k / 2 + i] * (double)value[i];
+    }
+    assert_int_equal(dt_predict_n_features(&shape), n_features);
+    dt_predict_features(&shape, key, value, features);
+    dt_predict_features(&shape, turned, value, again);
+    for (int32_t i = 0; i < n_features; i++) {
+        assert_true(dt_is_finite(again[i]) && fabsf(again[i] - features[i]) <= 1e-5f);
+    }
+    const float peak = dt_predict_peak(&shape, lane_weights, features);
+    assert_true(dt_is_finite(peak) && fabs(log((double)peak) - want - (double)lane_weights[0]) <= 1e-4);
+    lane_weights[0] = 1e9f; /* stays a number that can be counted with */
+    assert_true(dt_is_finite(dt_predict_peak(&shape, lane_weights, features)));
+    features[3] = NAN;
+    assert_true(dt_predict_peak(&shape, lane_weights, features) == 1);
+}
+
 static void test_predict_is_blind_to_the_rotation(void **state) {
     (void)state;
-    for (int32_t split = 0; split <= 12; split += 6) { /* pairs side by side; a part in halves; all in halves */
-        const dt_predict_shape shape = {.dim_k = 12, .dim_v = 5, .split = split};
-        float key[12], turned[12], value[5], features[11], again[11], lane_weights[13];
-        double want = 0;
-        for (int32_t i = 0; i < 13; i++) {
-            lane_weights[i] = (float)draw(2000) / 1000 - 1;
-            key[i % 12] = turned[i % 12] = (float)draw(2000) / 1000 - 1;
-            value[i % 5] = (float)draw(2000) / 1000 - 1;
-        }
-        for (int32_t i = 0; i < 6; i++) {
-            const int32_t a = 2 * i < split ? i : 2 * i, b = 2 * i < split ? i + split / 2 : 2 * i + 1;
-            const float angle = (float)draw(6000) / 1000;
-            turned[a] = key[a] * cosf(angle) - key[b] * sinf(angle);
-            turned[b] = key[a] * sinf(angle) + key[b] * cosf(angle);
-            want += (double)lane_weights[2 + i] * hypot((double)key[a], (double)key[b]);
-        }
-        for (int32_t i = 0; i < 5; i++) {
-            want += (double)lane_weights[8 + i] * (double)value[i];
-        }
-        dt_predict_features(&shape, key, value, features);
-        dt_predict_features(&shape, turned, value, again);
-        for (int32_t i = 0; i < dt_predict_n_features(&shape); i++) {
-            assert_true(dt_is_finite(again[i]) && fabsf(again[i] - features[i]) <= 1e-5f);
-        }
-        const float peak = dt_predict_peak(&shape, lane_weights, features);
-        assert_true(dt_is_finite(peak) && fabs(log((double)peak) - want - (double)lane_weights[0]) <= 1e-4);
-        lane_weights[0] = 1e9f; /* stays a number that can be counted with */
-        assert_true(dt_is_finite(dt_predict_peak(&shape, lane_weights, features)));
-        features[3] = NAN;
-        assert_true(dt_predict_peak(&shape, lane_weights, features) == 1);
+    for (int32_t part = 0; part <= 2; part++) { /* pairs side by side; a part in halves; all in halves */
+        check_prediction(12, 5, 6 * part);
+        check_prediction(64, 40, 32 * part);
     }
 }
 

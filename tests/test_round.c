@@ -6,6 +6,7 @@
 
 #include "kv/kv.h"
 
+#include <pthread.h>
 #include <string.h>
 
 static dt_memory memory;
@@ -97,7 +98,7 @@ static void test_rounds_hold_budgets_and_pins(void **state) {
         const int32_t before[3] = {dt_kv_length(kv, 0), dt_kv_length(kv, 1), dt_kv_length(kv, 2)};
         dt_round_result result;
         dt_error error;
-        require(dt_kv_round(kv, next, false, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
         int32_t n_rounds = 0;
         for (int32_t layer = 0; layer < 3; layer++) {
             const bool over = budgets[layer].policy != NULL && before[layer] > budgets[layer].max_cache_size;
@@ -124,7 +125,7 @@ static void test_local_window_is_sinks_and_the_newest(void **state) {
     add(kv, 1, 2, &next, 100);
     dt_round_result result;
     dt_error error;
-    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     assert_int_equal(result.n_rounds, 1);
     assert_int_equal(result.n_evicted, 55);
     bool there[100] = {false};
@@ -147,7 +148,7 @@ static void test_lanes_differ(void **state) {
     add(kv, 1, 2, &next, 100);
     dt_round_result result;
     dt_error error;
-    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     dt_kv_positions(kv, 0, 0, a);
     dt_kv_positions(kv, 0, 1, b);
     int64_t sum_a = 0, sum_b = 0;
@@ -171,7 +172,7 @@ static void test_lanes_within_budget_are_left_alone(void **state) {
     require(dt_kv_drop(kv, 0, 0, victims, 2, &error), &error); /* now 48, at its budget */
     require(dt_kv_drop(kv, 0, 1, victims, 3, &error), &error);
     dt_round_result result;
-    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     const int32_t expected[] = {48, 47, 45};
     for (int32_t lane = 0; lane < 3; lane++) {
         dt_kv_lane_view view;
@@ -193,7 +194,7 @@ static void run_tight(int32_t max, int32_t min, const dt_policy *policy) {
     for (int32_t step = 0; step < 400; step++) {
         add(kv, 1, 1, &next, 1);
         const int32_t before = dt_kv_length(kv, 0);
-        require(dt_kv_round(kv, next, false, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
         assert_true(before <= max || dt_kv_length(kv, 0) < before);
         require_kept(kv, budgets, 1, 1, next);
     }
@@ -217,7 +218,7 @@ static void test_nothing_to_evict(void **state) {
     add(kv, 1, 1, &next, 60);
     dt_round_result result;
     dt_error error;
-    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     assert_int_equal(result.n_rounds, 0);
     assert_int_equal(result.n_evicted, 0);
     assert_int_equal(dt_kv_length(kv, 0), 60);
@@ -233,7 +234,7 @@ static void test_uncommitted_tokens_forbid_a_round(void **state) {
     dt_error error;
     require(dt_kv_append(kv, next, 2, &error), &error);
     dt_round_result result;
-    assert_int_equal(dt_kv_round(kv, next + 2, false, &result, &error), DT_ERR_ARGUMENT);
+    assert_int_equal(dt_kv_round(kv, next + 2, false, NULL, &result, &error), DT_ERR_ARGUMENT);
     assert_int_equal(dt_kv_length(kv, 0), 32);
     dt_kv_free(kv);
 }
@@ -251,7 +252,7 @@ static void test_settled_rounds_allocate_nothing(void **state) {
         atomic_store(&memory.fail_after, settled ? 0 : -1);
         dt_round_result result;
         dt_error error;
-        require(dt_kv_round(kv, next, false, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
         atomic_store(&memory.fail_after, -1);
         n_rounds += settled ? result.n_rounds : 0;
         settled_bytes = step == 149 ? atomic_load(&memory.bytes_peak) : settled_bytes;
@@ -272,7 +273,7 @@ static void test_streaming_memory_is_bounded(void **state) {
         assert_true(dt_kv_length(kv, 0) <= 64 + 50);
         dt_round_result result;
         dt_error error;
-        require(dt_kv_round(kv, next, false, &result, &error), &error);
+        require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     }
     const size_t scratch = 8 * (64 + 50) + dt_policy_scratch_bytes(64 + 50) + 256, spare = 64 + 1024;
     assert_true(atomic_load(&memory.bytes_peak) <= dt_kv_bytes_for(kv, 64 + 50) * 2 + scratch + spare);
@@ -295,7 +296,7 @@ static void test_a_failed_round_leaves_a_whole_cache(void **state) {
         assert_true(allowed < 100);
         dt_round_result result;
         atomic_store(&memory.fail_after, allowed);
-        status = dt_kv_round(kv, next, false, &result, &error);
+        status = dt_kv_round(kv, next, false, NULL, &result, &error);
         atomic_store(&memory.fail_after, -1);
         assert_true(status == DT_OK || status == DT_ERR_MEMORY);
         require(dt_kv_check(kv, &error), &error);
@@ -304,6 +305,130 @@ static void test_a_failed_round_leaves_a_whole_cache(void **state) {
     }
     require_kept(kv, budgets, 2, 2, next);
     assert_true(evicted > 0);
+    assert_int_equal(dt_kv_length(fork, 0), 200);
+    dt_kv_free(kv);
+    dt_kv_free(fork);
+    assert_int_equal(atomic_load(&memory.bytes), 0);
+}
+
+/* ---- rounds on several threads ---- */
+
+enum { N_WORKERS = 6 }; /* more than a round takes */
+
+typedef struct worker {
+    pthread_t thread;
+    void (*work)(void *user, int ith, int nth);
+    void *user;
+    int ith;
+} worker;
+
+static void *run_worker(void *of) {
+    const worker *w = of;
+    w->work(w->user, w->ith, N_WORKERS);
+    return NULL;
+}
+
+static void run_workers(void *pool, void (*work)(void *user, int ith, int nth), void *user) {
+    worker workers[N_WORKERS];
+    ++*(int *)pool;
+    for (int i = 0; i < N_WORKERS; i++) {
+        workers[i] = (worker){.work = work, .user = user, .ith = i};
+        assert_int_equal(pthread_create(&workers[i].thread, NULL, run_worker, &workers[i]), 0);
+    }
+    for (int i = 0; i < N_WORKERS; i++) {
+        pthread_join(workers[i].thread, NULL);
+    }
+}
+
+static void require_equal_lanes(const dt_kv *a, const dt_kv *b, int32_t layer, int32_t lane) {
+    dt_kv_lane_view view[2];
+    int32_t positions[2][4096];
+    dt_kv_lane(a, layer, lane, &view[0]);
+    dt_kv_lane(b, layer, lane, &view[1]);
+    assert_int_equal(view[0].n_entries, view[1].n_entries);
+    assert_int_equal(view[0].n_slots, view[1].n_slots);
+    const size_t n = (size_t)view[0].n_entries;
+    dt_kv_positions(a, layer, lane, positions[0]);
+    dt_kv_positions(b, layer, lane, positions[1]);
+    assert_memory_equal(positions[0], positions[1], n * sizeof(int32_t));
+    assert_true((view[0].recent_mass != NULL) == (view[1].recent_mass != NULL));
+    if (view[0].recent_mass != NULL) {
+        assert_memory_equal(view[0].recent_mass, view[1].recent_mass, n * sizeof(float));
+    }
+    if (view[0].n_slots > 0) {
+        assert_memory_equal(view[0].bias, view[1].bias, n * sizeof(float));
+    }
+}
+
+/* One conversation, a cache whose rounds are done by one thread and one whose rounds are shared out: they stay alike, with slots, a
+ * layer that keeps everything, blocks that a fork shares, and budgets of their own or a shared one. */
+static void test_threads_change_nothing(void **state) {
+    (void)state;
+    for (int32_t total = 0; total <= 150; total += 150) {
+        const dt_budget budgets[] = {{&dt_policy_importance_score, 60, 10, 3, 8, NULL, 0, NULL, 0},
+                                     {0},
+                                     {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0},
+                                     {&dt_policy_importance_score, 50, 10, 3, 8, NULL, 5, NULL, 0}};
+        int n_runs = 0;
+        const dt_workers workers = {.run = run_workers, .pool = &n_runs, .n_most = N_WORKERS};
+        dt_error error;
+        dt_kv *kv = new_cache(budgets, 4, 5), *other = NULL;
+        require(dt_kv_set_budgets(kv, budgets, total, &error), &error);
+        int32_t next = 0;
+        add(kv, 4, 5, &next, 40);
+        require(dt_kv_fork(kv, &other, &error), &error);
+        for (int32_t step = 0; step < 100; step++) {
+            int32_t other_next = next;
+            add(kv, 4, 5, &next, 1 + step % 13);
+            add(other, 4, 5, &other_next, 1 + step % 13);
+            dt_round_result result[2];
+            require(dt_kv_round(kv, next, false, NULL, &result[0], &error), &error);
+            require(dt_kv_round(other, next, false, &workers, &result[1], &error), &error);
+            assert_memory_equal(&result[0].n_rounds, &result[1].n_rounds, sizeof result[0].n_rounds);
+            assert_true(result[0].n_evicted == result[1].n_evicted && result[0].has_dropped == result[1].has_dropped);
+            assert_int_equal(dt_kv_newest_dropped(kv), dt_kv_newest_dropped(other));
+            require(dt_kv_check(other, &error), &error);
+            for (int32_t layer = 0; layer < 4; layer++) {
+                for (int32_t lane = 0; lane < 5; lane++) {
+                    require_equal_lanes(kv, other, layer, lane);
+                }
+            }
+        }
+        assert_true(n_runs > 10);
+        dt_kv_free(kv);
+        dt_kv_free(other);
+        assert_int_equal(atomic_load(&memory.bytes), 0);
+    }
+}
+
+/* Whichever thread meets it, it is told, every lane is whole, and the next round goes on. */
+static void test_a_failed_round_on_threads(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 4, NULL, 0},
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
+    int n_runs = 0;
+    const dt_workers workers = {.run = run_workers, .pool = &n_runs, .n_most = N_WORKERS};
+    dt_kv *kv = new_cache(budgets, 2, 4), *fork = NULL;
+    int32_t next = 0, n_failed = 0;
+    add(kv, 2, 4, &next, 200);
+    dt_error error;
+    require(dt_kv_fork(kv, &fork, &error), &error);
+    dt_status status = DT_ERR_MEMORY;
+    for (int32_t allowed = 0; status != DT_OK; allowed++) {
+        assert_true(allowed < 100);
+        dt_round_result result;
+        error.message[0] = '\0';
+        atomic_store(&memory.fail_after, allowed);
+        status = dt_kv_round(kv, next, false, &workers, &result, &error);
+        atomic_store(&memory.fail_after, -1);
+        assert_true(status == DT_OK || (status == DT_ERR_MEMORY && strlen(error.message) > 10));
+        n_failed += status != DT_OK;
+        require(dt_kv_check(kv, &error), &error);
+        require(dt_kv_check(fork, &error), &error);
+    }
+    require(dt_kv_check(kv, &error), &error);
+    assert_true(n_failed > 2 && n_runs > 2);
+    assert_int_equal(dt_kv_length(kv, 0), 38 + 4);
     assert_int_equal(dt_kv_length(fork, 0), 200);
     dt_kv_free(kv);
     dt_kv_free(fork);
@@ -328,13 +453,13 @@ static void test_lanes_have_their_own_sizes(void **state) {
     dt_round_result result;
     add(kv, 1, 3, &next, 150);
     require(dt_kv_fork(kv, &fork, &error), &error);
-    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     require(dt_kv_check(kv, &error), &error);
     assert_int_equal(lane_length(kv, 0, 0), 24 - 1);
     assert_int_equal(lane_length(kv, 0, 1), 150);
     assert_int_equal(lane_length(kv, 0, 2), 64 - 4);
     assert_true(dt_kv_exceeds(kv, 0, 2) && !dt_kv_exceeds(kv, 0, 1));
-    require(dt_kv_round(fork, next, true, &result, &error), &error); /* a fork has them too */
+    require(dt_kv_round(fork, next, true, NULL, &result, &error), &error); /* a fork has them too */
     assert_int_equal(lane_length(fork, 0, 0), 24);
     assert_int_equal(lane_length(fork, 0, 2), 64);
     dt_kv_free(kv);
@@ -380,7 +505,7 @@ static void test_a_shared_budget_follows_the_scores(void **state) {
     set_peaks(kv, 3, 3);
     forget_attention(kv, 3, 3);
     assert_true(dt_kv_exceeds(kv, 0, 0));
-    require(dt_kv_round(kv, next, true, &result, &error), &error);
+    require(dt_kv_round(kv, next, true, NULL, &result, &error), &error);
     require(dt_kv_check(kv, &error), &error);
     const double total = dt_kv_mean_length(kv, 0) + dt_kv_mean_length(kv, 2);
     assert_true(total <= 160 && total > 150); /* as much as fits, but for a threshold's ties */
@@ -390,12 +515,12 @@ static void test_a_shared_budget_follows_the_scores(void **state) {
         assert_true(lane_length(kv, layer, 1) < lane_length(kv, layer, 2));
     }
     assert_true(lane_length(kv, 2, 2) <= 150); /* its max */
-    require(dt_kv_round(kv, next, true, &result, &error), &error);
+    require(dt_kv_round(kv, next, true, NULL, &result, &error), &error);
     assert_int_equal(result.n_evicted, 0);
     while (!dt_kv_exceeds(kv, 0, 0)) {
         add(kv, 3, 3, &next, 1);
     }
-    require(dt_kv_round(kv, next, false, &result, &error), &error);
+    require(dt_kv_round(kv, next, false, NULL, &result, &error), &error);
     assert_true(dt_kv_mean_length(kv, 0) + dt_kv_mean_length(kv, 2) <= 150); /* the low-water mark of 160 */
     dt_kv_free(kv);
     assert_int_equal(atomic_load(&memory.bytes), 0);
@@ -413,7 +538,7 @@ static void test_a_shared_budget_of_equal_scores(void **state) {
     require(dt_kv_set_budgets(kv, budgets, 160, &error), &error);
     add(kv, 2, 3, &next, 200);
     forget_attention(kv, 2, 3);
-    require(dt_kv_round(kv, next, true, &result, &error), &error);
+    require(dt_kv_round(kv, next, true, NULL, &result, &error), &error);
     require(dt_kv_check(kv, &error), &error);
     for (int32_t layer = 0; layer < 2; layer++) {
         assert_int_equal(lane_length(kv, layer, 0), 80);
@@ -452,6 +577,8 @@ int main(void) {
         cmocka_unit_test(test_settled_rounds_allocate_nothing),
         cmocka_unit_test(test_streaming_memory_is_bounded),
         cmocka_unit_test(test_a_failed_round_leaves_a_whole_cache),
+        cmocka_unit_test(test_threads_change_nothing),
+        cmocka_unit_test(test_a_failed_round_on_threads),
         cmocka_unit_test(test_lanes_have_their_own_sizes),
         cmocka_unit_test(test_a_shared_budget_follows_the_scores),
         cmocka_unit_test(test_a_shared_budget_of_equal_scores),

@@ -9,6 +9,7 @@
 #define DT_BASE_SHARE_H
 
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /* How many items of a range were given out. */
@@ -19,6 +20,23 @@ typedef struct dt_share {
 
 /* Before a barrier that the takers are behind. */
 static inline void dt_share_reset(dt_share *share) { atomic_store_explicit(&share->taken, 0, memory_order_relaxed); }
+
+/* Threads that take part in a piece of work: run calls work(user, ith, nth) on each, with the same nth and every ith below it, and
+ * returns when all are through. */
+typedef struct dt_workers {
+    void (*run)(void *pool, void (*work)(void *user, int ith, int nth), void *user);
+    void *pool;
+    int32_t n_most; /* nth is never more */
+} dt_workers;
+
+/* workers: NULL = the calling thread alone. */
+static inline void dt_workers_run(const dt_workers *workers, void (*work)(void *user, int ith, int nth), void *user) {
+    if (workers != NULL) {
+        workers->run(workers->pool, work, user);
+    } else {
+        work(user, 0, 1);
+    }
+}
 
 #define DT_SHARE_RANGES 16 /* there are as many ranges as threads, up to this */
 
@@ -37,12 +55,12 @@ static inline dt_share_walk dt_share_begin(dt_share *shares, int64_t n, int32_t 
 static inline int64_t dt_share_next(dt_share_walk *w) {
     for (; w->turn < w->n_ranges; w->turn++) {
         const int32_t range = (w->ith + w->turn) % w->n_ranges;
-        const int64_t begin = w->n * range / w->n_ranges, end = w->n * (range + 1) / w->n_ranges;
+        const int64_t first = w->n * range / w->n_ranges, end = w->n * (range + 1) / w->n_ranges;
         atomic_int *taken = &w->shares[range].taken;
-        if (w->turn > 0 && begin + atomic_load_explicit(taken, memory_order_relaxed) >= end) {
+        if (w->turn > 0 && first + atomic_load_explicit(taken, memory_order_relaxed) >= end) {
             continue;
         }
-        const int64_t at = begin + atomic_fetch_add_explicit(taken, 1, memory_order_relaxed);
+        const int64_t at = first + atomic_fetch_add_explicit(taken, 1, memory_order_relaxed);
         if (at < end) {
             return at;
         }

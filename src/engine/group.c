@@ -188,7 +188,8 @@ static void commit(dt_group *g, const dt_part *parts, int32_t n) {
     }
     if (observed) {
         batch b = {.group = g, .parts = parts, .n = n};
-        dt_graph_share_work(g->graph, fold_masses, &b);
+        const dt_workers workers = dt_graph_workers(g->graph);
+        dt_workers_run(&workers, fold_masses, &b);
     }
 }
 

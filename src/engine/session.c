@@ -365,6 +365,7 @@ dt_status dt_session_close_up(dt_session *s, int64_t n, dt_error *error) {
 /* What is due: peaks where scores come from them, then a round. */
 dt_status dt_session_evict(dt_session *s, dt_error *error) {
     const int64_t start = dt_clock_us();
+    const dt_workers workers = dt_graph_workers(s->group->graph);
     dt_status status = dt_graph_settle(s->group->graph, s->kv, error); /* a round may read what is elsewhere */
     status = status == DT_OK ? dt_session_make_peaks(s, error) : status;
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
@@ -373,7 +374,7 @@ dt_status dt_session_evict(dt_session *s, dt_error *error) {
     if (status == DT_OK && s->params.evict != DT_EVICT_HELD && !s->evicted_once) {
         do {
             dt_round_result result;
-            status = dt_kv_round(s->kv, dt_session_next_position(s), s->params.evict == DT_EVICT_ONCE, &result, error);
+            status = dt_kv_round(s->kv, dt_session_next_position(s), s->params.evict == DT_EVICT_ONCE, &workers, &result, error);
             if (result.has_dropped) {
                 s->whole_from = s->n_tokens;
             }

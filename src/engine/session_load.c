@@ -348,7 +348,8 @@ static dt_status read_parts(reader *r, lane_parts *all) {
     if (dt_kv_get_home(all->kv) != NULL) { /* a device takes them one by one */
         read_some(all, 0, 1);
     } else {
-        dt_graph_share_work(r->session->group->graph, read_some, all);
+        const dt_workers workers = dt_graph_workers(r->session->group->graph);
+        dt_workers_run(&workers, read_some, all);
     }
     for (int32_t i = 0; i < all->n; i++) {
         if (all->parts[i].wrong != NULL) {

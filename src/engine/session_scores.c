@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PREDICTED_AT_ONCE 256
+#define PREDICTED_AT_ONCE 64
 
 /* ---- reconstruction ---- */
 
@@ -101,7 +101,21 @@ dt_predict_shape dt_session_predict_shape(const dt_model *model) {
         .dim_k = hp->head_dim_k, .dim_v = hp->head_dim_v, .split = hp->arch->rope_style == DT_ROPE_NEOX ? hp->rope_dim : 0};
 }
 
-/* The peaks of what was read since the last time, in one lane. work: PREDICTED_AT_ONCE keys, then as many values. */
+/* What the threads that foretell have in common. */
+typedef struct prediction {
+    dt_session *session;
+    dt_predict_shape shape;
+    bool elsewhere; /* layers whose keys and values are on a device, or the others */
+    float *work;    /* [n_threads] of PREDICTED_AT_ONCE keys, then as many values */
+    int32_t n_threads;
+    atomic_bool failed; /* a device gave nothing */
+} prediction;
+
+static size_t work_floats(const dt_predict_shape *shape) {
+    return (size_t)PREDICTED_AT_ONCE * (size_t)(shape->dim_k + shape->dim_v);
+}
+
+/* The peaks of what was read since the last time, in one lane. */
 static bool predict_lane(dt_session *s, const dt_predict_shape *shape, int32_t layer, int32_t lane, float *work) {
     const dt_budget own = dt_budget_of_lane(&dt_kv_layer(s->kv, layer)->budget, lane);
     float features[2 * DT_MAX_HEAD_DIM], *keys = work, *values = work + PREDICTED_AT_ONCE * shape->dim_k;
@@ -121,23 +135,49 @@ static bool predict_lane(dt_session *s, const dt_predict_shape *shape, int32_t l
     return true;
 }
 
-/* Likewise in all layers that foretell them. */
-static dt_status predict_peaks(dt_session *s, dt_error *error) {
-    const dt_predict_shape shape = dt_session_predict_shape(s->model);
-    const size_t bytes = (size_t)PREDICTED_AT_ONCE * (size_t)(shape.dim_k + shape.dim_v) * sizeof(float);
-    float *work = NULL;
-    bool done = true;
-    for (int32_t i = 0; done && i < s->model->info.n_layers; i++) {
-        const bool foretells = dt_kv_layer_needs_peak(s->kv, i) && dt_kv_layer(s->kv, i)->budget.policy->needs_weights;
-        if (foretells && work == NULL && (work = malloc(bytes)) == NULL) {
-            return dt_fail_memory(error, bytes, "foretelling what will be attended to");
-        }
-        for (int32_t lane = 0; done && foretells && lane < s->model->info.n_kv_heads[i]; lane++) {
-            done = predict_lane(s, &shape, i, lane, work);
+static bool foretells(const dt_session *s, int32_t layer) {
+    return dt_kv_layer_needs_peak(s->kv, layer) && dt_kv_layer(s->kv, layer)->budget.policy->needs_weights;
+}
+
+/* A thread's lanes. */
+static void predict_lanes(void *user, int ith, int nth) {
+    prediction *p = user;
+    const int32_t n_threads = DT_MIN(nth, p->n_threads);
+    int32_t turn = 0;
+    for (int32_t i = 0; ith < n_threads && i < p->session->model->info.n_layers; i++) {
+        const bool has_part = foretells(p->session, i) && dt_kv_layer(p->session->kv, i)->format.elsewhere == p->elsewhere;
+        for (int32_t lane = 0; has_part && lane < p->session->model->info.n_kv_heads[i]; lane++) {
+            float *work = p->work + (size_t)ith * work_floats(&p->shape);
+            if (turn++ % n_threads == ith && !predict_lane(p->session, &p->shape, i, lane, work)) {
+                atomic_store(&p->failed, true);
+            }
         }
     }
-    free(work);
-    return done ? DT_OK : dt_fail(error, DT_ERR_COMPUTE, "the device did not give keys and values for the score \"predict\"");
+}
+
+/* In all layers that foretell them; of a device, whose work is its own, the calling thread asks. */
+static dt_status predict_peaks(dt_session *s, dt_error *error) {
+    bool any = false;
+    for (int32_t i = 0; i < s->model->info.n_layers; i++) {
+        any = any || foretells(s, i);
+    }
+    if (!any) {
+        return DT_OK;
+    }
+    const dt_workers workers = dt_graph_workers(s->group->graph);
+    prediction p = {.session = s, .shape = dt_session_predict_shape(s->model), .n_threads = workers.n_most};
+    const size_t bytes = (size_t)p.n_threads * work_floats(&p.shape) * sizeof(float);
+    p.work = malloc(bytes);
+    if (p.work == NULL) {
+        return dt_fail_memory(error, bytes, "foretelling what will be attended to");
+    }
+    dt_workers_run(&workers, predict_lanes, &p);
+    p.elsewhere = true;
+    predict_lanes(&p, 0, 1);
+    free(p.work);
+    return !atomic_load(&p.failed)
+               ? DT_OK
+               : dt_fail(error, DT_ERR_COMPUTE, "the device did not give keys and values for the score \"predict\"");
 }
 
 dt_status dt_session_make_peaks(dt_session *s, dt_error *error) {

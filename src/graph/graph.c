@@ -633,14 +633,19 @@ const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t laye
     return mass ? mass + before + column : NULL;
 }
 
-void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user) {
-    graph->work = fn;
+/* Calls work as ggml's operators are called. */
+static void run_workers(void *pool, void (*work)(void *user, int ith, int nth), void *user) {
+    dt_graph *graph = pool;
+    graph->work = work;
     graph->work_user = user;
-    if (dt_threads_compute(&graph->threads, graph->work_graph, most_threads(graph), false) !=
-        GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
-        fn(user, 0, 1);
+    if (dt_threads_share(&graph->threads, graph->work_graph) != GGML_STATUS_SUCCESS) { /* no memory: nothing was started */
+        work(user, 0, 1);
     }
     graph->work = NULL;
+}
+
+dt_workers dt_graph_workers(dt_graph *graph) {
+    return (dt_workers){.run = run_workers, .pool = graph, .n_most = most_threads(graph)};
 }
 
 int64_t dt_graph_attention_us(const dt_graph *graph) {

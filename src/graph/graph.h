@@ -59,8 +59,8 @@ dt_status dt_graph_compute(dt_graph *graph, const dt_sequence *sequences, int32_
  * batch of one sequence. */
 const float *dt_graph_mass(const dt_graph *graph, int32_t sequence, int32_t layer, int32_t lane, int32_t row);
 
-/* Calls fn on every thread, as ggml's operators are called: for work that is dealt out by ith of nth. Returns when all are done. */
-void dt_graph_share_work(dt_graph *graph, void (*fn)(void *user, int ith, int nth), void *user);
+/* The graph's threads, for work between its computations. */
+dt_workers dt_graph_workers(dt_graph *graph);
 
 /* Plays on devices what rounds have moved and keys are to turn by; to be called before entries are appended, and before rounds that
  * read entries there, which the graph's backends then do. */

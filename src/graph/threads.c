@@ -60,3 +60,8 @@ enum ggml_status dt_threads_compute(dt_threads *t, struct ggml_cgraph *cgraph, i
     dt_pace_took(&t->pace, n, began, dt_clock_us(), dt_process_us());
     return status;
 }
+
+enum ggml_status dt_threads_share(dt_threads *t, struct ggml_cgraph *cgraph) {
+    t->set_n_threads(t->cpu, t->n_pool);
+    return dt_ggml_compute(t->cpu, cgraph);
+}

@@ -32,5 +32,7 @@ void dt_threads_close(dt_threads *t);
 /* Computes with at most n of them. A small step takes as many threads as there are cores for; a large one, in which threads rarely
  * meet, gets more of a busy processor with all. */
 enum ggml_status dt_threads_compute(dt_threads *t, struct ggml_cgraph *cgraph, int32_t n, bool small);
+/* Computes with those that wait in the pool; none is started, none ends. */
+enum ggml_status dt_threads_share(dt_threads *t, struct ggml_cgraph *cgraph);
 
 #endif

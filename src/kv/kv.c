@@ -18,12 +18,31 @@ static bool same_format(const dt_kv_format *a, const dt_kv_format *b) {
            a->block_tokens == b->block_tokens && a->elsewhere == b->elsewhere;
 }
 
+/* A spare block, or one that has become spare. */
+static void block_free(dt_kv *kv, void *block) {
+    dt_memory_free_block(kv->memory, dt_kv_head(block), dt_kv_block_bytes(&kv->layers[dt_kv_head(block)->layer]));
+}
+
+static void spare_put(dt_kv *kv, void *block) {
+    void *none = NULL;
+    if (!atomic_compare_exchange_strong(&kv->spare, &none, block)) {
+        block_free(kv, block);
+    }
+}
+
+/* NULL where there is none of the layer's format. */
+static void *spare_take(dt_kv *kv, const dt_kv_layer_state *layer) {
+    void *block = atomic_exchange(&kv->spare, NULL);
+    if (block != NULL && !same_format(&kv->layers[dt_kv_head(block)->layer].params.format, &layer->params.format)) {
+        spare_put(kv, block);
+        block = NULL;
+    }
+    return block;
+}
+
 static void *block_new(dt_kv *kv, const dt_kv_layer_state *layer) {
-    void *block = NULL;
-    if (kv->spare != NULL && same_format(&kv->layers[kv->spare_layer].params.format, &layer->params.format)) {
-        block = kv->spare;
-        kv->spare = NULL;
-    } else {
+    void *block = spare_take(kv, layer);
+    if (block == NULL) {
         char *memory = dt_memory_alloc_block(kv->memory, dt_kv_block_bytes(layer));
         block = memory == NULL ? NULL : memory + sizeof(dt_kv_block_head);
     }
@@ -34,21 +53,16 @@ static void *block_new(dt_kv *kv, const dt_kv_layer_state *layer) {
 }
 
 static void block_release(dt_kv *kv, const dt_kv_layer_state *layer, void *block) {
-    if (atomic_fetch_sub(&dt_kv_head(block)->references, 1) > 1) {
-        return;
-    }
-    if (kv->spare == NULL) {
-        kv->spare = block;
-        kv->spare_layer = (int32_t)(layer - kv->layers);
-    } else {
-        dt_memory_free_block(kv->memory, dt_kv_head(block), dt_kv_block_bytes(layer));
+    if (atomic_fetch_sub(&dt_kv_head(block)->references, 1) == 1) {
+        dt_kv_head(block)->layer = (int32_t)(layer - kv->layers);
+        spare_put(kv, block);
     }
 }
 
 static void spare_free(dt_kv *kv) {
-    if (kv->spare != NULL) {
-        dt_memory_free_block(kv->memory, dt_kv_head(kv->spare), dt_kv_block_bytes(&kv->layers[kv->spare_layer]));
-        kv->spare = NULL;
+    void *block = atomic_exchange(&kv->spare, NULL);
+    if (block != NULL) {
+        block_free(kv, block);
     }
 }
 
@@ -691,7 +705,7 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const i
     dt_kv_lane_state *lane = &layer->lanes[lane_index];
     const dt_kv_format *f = &layer->params.format;
     const int32_t n_committed = lane->n_entries - kv->n_uncommitted;
-    int32_t newest = kv->newest_dropped;
+    int32_t newest = -1;
     for (int32_t i = 0; i < n; i++) {
         const int32_t victim = victims[i];
         if (victim < (i == 0 ? 0 : victims[i - 1] + 1) || victim >= n_committed) {
@@ -706,7 +720,7 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const i
     }
     remove_finish(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n);
     lane_shrink(kv, layer, lane);
-    kv->newest_dropped = newest;
+    dt_kv_note_dropped(kv, newest);
     return DT_OK;
 }
 

@@ -20,6 +20,7 @@
 #define DT_KV_H
 
 #include "base/kv_format.h"
+#include "base/share.h"
 #include "policy/policy.h"
 
 typedef struct dt_kv dt_kv;
@@ -189,8 +190,10 @@ typedef struct dt_round_result {
 /* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes
  * down by the same share, each lane keeping what scores above a threshold common to all. What goes is merged into memory slots
  * where the layer has them. What a layer's window has passed goes before any policy is asked, and is not counted. Nothing may be
- * uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went. */
-dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error);
+ * uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
+ * workers (NULL: the calling thread alone) treat several lanes at once; what goes doesn't depend on how many they are. */
+dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, const dt_workers *workers, dt_round_result *result,
+                      dt_error *error);
 
 /* ---- sliding windows (window.c) ---- */
 

@@ -7,7 +7,8 @@
 
 size_t dt_kv_bytes(const dt_kv *kv) {
     size_t bytes = sizeof *kv + dt_kv_layers_bytes(kv) + dt_kv_lanes_bytes(kv) + kv->scratch_bytes;
-    bytes += kv->spare == NULL ? 0 : dt_kv_block_bytes(&kv->layers[kv->spare_layer]);
+    void *spare = atomic_load(&kv->spare);
+    bytes += spare == NULL ? 0 : dt_kv_block_bytes(&kv->layers[dt_kv_head(spare)->layer]);
     bytes += kv->home == NULL ? 0 : kv->home->ops->bytes(kv->home);
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
@@ -44,18 +45,20 @@ static void bound_layer(bytes_bound *b, const dt_kv_layer_state *layer, int32_t 
     const int32_t blocks = dt_kv_blocks(&layer->params.format, longest), n_lanes = layer->params.n_lanes;
     const dt_budget *budget = &layer->params.budget;
     const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), budget->memory_slots > 0);
-    const size_t scratch = budget->policy != NULL ? dt_kv_round_bytes(&layer->params, longest) : (size_t)longest * sizeof(int32_t);
+    const size_t scratch = budget->policy != NULL ? DT_KV_ROUND_THREADS * dt_kv_round_bytes(&layer->params, longest)
+                                                  : (size_t)longest * sizeof(int32_t);
     b->bytes += sizeof *layer + (size_t)n_lanes * (DT_KV_LANE_BYTES + (size_t)blocks * dt_kv_block_bytes(layer) + lane_arrays);
     b->n_lanes += n_lanes;
     b->n_entries += (size_t)n_lanes * (size_t)longest;
-    b->arrays = DT_MAX(b->arrays, lane_arrays);            /* of one lane, twice while they are resized */
+    b->arrays = DT_MAX(b->arrays, lane_arrays);            /* of a lane, twice while they are resized */
     b->block = DT_MAX(b->block, dt_kv_block_bytes(layer)); /* the spare one */
     b->scratch = DT_MAX(b->scratch, scratch);
 }
 
 static size_t bound_end(const bytes_bound *b, int32_t total_cache_size) {
     const size_t shared = total_cache_size > 0 ? dt_kv_shared_bytes(b->n_lanes, b->n_entries) : 0;
-    return sizeof(dt_kv) + b->bytes + b->arrays + b->block + 2 * DT_MAX(b->scratch, shared); /* twice while it grows */
+    return sizeof(dt_kv) + b->bytes + DT_KV_ROUND_THREADS * b->arrays + b->block +
+           2 * DT_MAX(b->scratch, shared); /* twice while it grows */
 }
 
 size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size) {

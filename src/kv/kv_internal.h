@@ -3,7 +3,8 @@
  *
  * Invariants: every lane has one allocation for all its arrays (spans, then the float rows), resized as a whole, so that growing
  * either succeeds or changes nothing; capacities are a pure function of the number of blocks (dt_kv_capacity_blocks), so that
- * bytes can be foretold; a block's reference count lies in the 64 bytes before the block.
+ * bytes can be foretold; a block's reference count lies in the 64 bytes before the block. Of what lanes have in common nothing but
+ * atomics changes while one is dropped from: a round treats several at once.
  */
 #ifndef DT_KV_INTERNAL_H
 #define DT_KV_INTERNAL_H
@@ -26,6 +27,7 @@ static inline float dt_kv_quantizer(const float *x, int32_t n, float *scale) {
 /* Precedes every block; as large as a block's alignment. */
 typedef struct dt_kv_block_head {
     _Alignas(64) atomic_int references;
+    int32_t layer; /* of a spare block: whose format it has */
 } dt_kv_block_head;
 
 typedef struct dt_kv_lane_state {
@@ -58,12 +60,11 @@ struct dt_kv {
     int32_t
         total_cache_size; /* shared by the layers with a policy, each counted with its mean length; 0 = every lane has its own */
     int32_t n_uncommitted;
-    int32_t next_position;  /* above every position in the cache; that of the next entry unless the cache is empty */
-    int32_t shift;          /* index in the conversation of the next entry - next_position; only close_up.c raises it */
-    int32_t newest_dropped; /* highest position < next_position that was dropped from any lane; -1 = none */
-    void *spare;            /* one unused block with references = 0, or NULL */
-    int32_t spare_layer;    /* whose format it has */
-    void *scratch;          /* for rounds and truncate, kept between them */
+    int32_t next_position;     /* above every position in the cache; that of the next entry unless the cache is empty */
+    int32_t shift;             /* index in the conversation of the next entry - next_position; only close_up.c raises it */
+    atomic_int newest_dropped; /* highest position < next_position that was dropped from any lane; -1 = none */
+    _Atomic(void *) spare;     /* one unused block with references = 0, or NULL */
+    void *scratch;             /* for rounds and truncate, kept between them */
     size_t scratch_bytes;
 };
 
@@ -89,6 +90,8 @@ static inline size_t dt_kv_layers_bytes(const dt_kv *kv) { return (size_t)kv->n_
 
 void dt_kv_read_key(const dt_kv_format *f, void *block, int32_t i, float *key);
 void dt_kv_read_value(const dt_kv_format *f, void *block, int32_t i, float *value);
+/* Entries [i, i + n) of a block: keys[n][dim_k], values[n][dim_v]. */
+void dt_kv_read_entries(const dt_kv_format *f, void *block, int32_t i, int32_t n, float *keys, float *values);
 void dt_kv_write_key(const dt_kv_format *f, void *block, int32_t i, const float *key);
 void dt_kv_write_value(const dt_kv_format *f, void *block, int32_t i, const float *value);
 float dt_kv_norm(const float *x, int32_t n);
@@ -97,7 +100,9 @@ float dt_kv_norm(const float *x, int32_t n);
 int32_t dt_kv_capacity_blocks(int32_t n);
 /* Bytes of a lane's arrays. */
 size_t dt_kv_array_bytes(const dt_kv_layer_state *layer, int32_t capacity_blocks, bool has_bias);
-/* Scratch that a round over a lane of n entries takes (round.c). */
+/* Lanes that a round treats at once, at most. */
+#define DT_KV_ROUND_THREADS 4
+/* Scratch that a round over a lane of n entries takes for each thread (round.c). */
 size_t dt_kv_round_bytes(const dt_kv_layer_params *params, int32_t n);
 /* And what sharing out a budget takes before it, over all entries of all lanes. */
 size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries);
@@ -105,6 +110,13 @@ size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries);
 double dt_kv_shared_length(const dt_kv *kv);
 /* At least `bytes` of scratch, valid until the next call; NULL on failure. */
 void *dt_kv_scratch(dt_kv *kv, size_t bytes);
+
+/* A token at this position was dropped, or merged into a slot. Lanes may say so at the same time. */
+static inline void dt_kv_note_dropped(dt_kv *kv, int32_t position) {
+    int newest = atomic_load(&kv->newest_dropped);
+    while (position > newest && !atomic_compare_exchange_weak(&kv->newest_dropped, &newest, position)) {
+    }
+}
 
 /* Makes every block own that dropping victims[n] writes to; dt_kv_drop then can't fail. */
 bool dt_kv_prepare_drop(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n);

@@ -229,22 +229,17 @@ bool dt_kv_put_column(dt_kv *kv, int32_t layer, int32_t lane_index, dt_kv_column
     return true;
 }
 
-static void get_entry(const dt_kv *kv, int32_t layer, int32_t lane_index, int32_t entry, float *key, float *value) {
-    const dt_kv_format *f = &kv->layers[layer].params.format;
-    void *block = kv->layers[layer].lanes[lane_index].spans[entry / f->block_tokens].block;
-    const int32_t i = entry % f->block_tokens;
-    dt_kv_read_key(f, block, i, key);
-    dt_kv_read_value(f, block, i, value);
-}
-
 bool dt_kv_get_entries(const dt_kv *kv, int32_t layer, int32_t lane, int32_t first, int32_t n, float *keys, float *values) {
     const dt_kv_format *f = &kv->layers[layer].params.format;
     if (f->elsewhere) {
         return kv->home->ops->read(kv->home, layer, lane, false, first, n, keys) &&
                kv->home->ops->read(kv->home, layer, lane, true, first, n, values);
     }
-    for (int32_t i = 0; i < n; i++) {
-        get_entry(kv, layer, lane, first + i, keys + (int64_t)i * f->dim_k, values + (int64_t)i * f->dim_v);
+    for (int32_t i = 0; i < n;) {
+        const int32_t at = (first + i) % f->block_tokens, count = DT_MIN(f->block_tokens - at, n - i);
+        void *block = kv->layers[layer].lanes[lane].spans[(first + i) / f->block_tokens].block;
+        dt_kv_read_entries(f, block, at, count, keys + (int64_t)i * f->dim_k, values + (int64_t)i * f->dim_v);
+        i += count;
     }
     return true;
 }

@@ -6,9 +6,12 @@
  * above one threshold, within its bounds, and the threshold is the one that fills the budget. So the few lanes that look far back
  * keep much and the others little (as AdaKV, Feng et al. 2024, and KVzip, Kim et al. 2025, do over heads).
  *
+ * Lanes know nothing of each other, so scoring and evicting are shared out between threads, lane by lane. A device is asked by the
+ * calling thread alone.
+ *
  * Positions, victims, scores and the policy's scratch lie in the cache's scratch, which is kept between rounds.
  * Invariants: only committed, unpinned entries go; a lane is either treated whole or not at all; nothing takes a lane below its
- * min_cache_size.
+ * min_cache_size; what goes doesn't depend on which thread treats a lane.
  */
 #include "kv/kv_internal.h"
 
@@ -44,21 +47,57 @@ static dt_lane_view lane_entries(const dt_kv *kv, int32_t layer, int32_t lane, i
     };
 }
 
-/* Evicts from one lane so that n_keep entries stay. */
-static dt_status lane_round(dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, int32_t n_keep, int32_t *n_evicted,
-                            dt_error *error) {
-    const int32_t n_entries = kv->layers[layer].lanes[lane].n_entries;
-    const size_t row = row_bytes(n_entries), bytes = dt_kv_round_bytes(&kv->layers[layer].params, n_entries);
-    char *scratch = dt_kv_scratch(kv, bytes);
-    if (scratch == NULL) {
-        return dt_fail_memory(error, bytes, "choosing what to evict");
+/* ---- lanes shared out ---- */
+
+typedef struct lane_walk lane_walk;
+struct lane_walk {
+    dt_kv *kv;
+    int32_t next_position, n_threads;
+    bool elsewhere; /* lanes whose keys and values are elsewhere, or the others */
+    /* index: of dt_kv.lanes and dt_kv.keep; scratch: the thread's own, of scratch_bytes. False ends the thread's way. */
+    bool (*treat)(lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread);
+    char *scratch;
+    size_t scratch_bytes;
+    struct shared_lane *shared; /* of keep_shared */
+    dt_share shares[DT_SHARE_RANGES];
+    dt_status status[DT_KV_ROUND_THREADS];
+    dt_error errors[DT_KV_ROUND_THREADS];
+};
+
+static int32_t threads_of(const dt_workers *workers) { return workers == NULL ? 1 : DT_MIN(workers->n_most, DT_KV_ROUND_THREADS); }
+
+static void walk_thread(void *user, int ith, int nth) {
+    lane_walk *walk = user;
+    const dt_kv *kv = walk->kv;
+    const int32_t n_threads = DT_MIN(nth, walk->n_threads);
+    if (ith >= n_threads) {
+        return;
     }
-    int32_t *positions = (int32_t *)scratch, *victims = (int32_t *)(scratch + row);
-    const dt_lane_view entries = lane_entries(kv, layer, lane, next_position, positions);
-    const int32_t n = dt_policy_choose(kv->layers[layer].params.budget.policy, &entries, n_keep, victims, scratch + 2 * row);
-    const dt_status status = dt_kv_absorb(kv, layer, lane, victims, n, scratch + choice_bytes(n_entries), error);
-    *n_evicted = status == DT_OK ? n : 0;
-    return status;
+    dt_share_walk share = dt_share_begin(walk->shares, kv->n_lanes, ith, n_threads);
+    bool goes_on = true;
+    for (int64_t index = dt_share_next(&share); goes_on && index < kv->n_lanes; index = dt_share_next(&share)) {
+        int32_t layer = 0;
+        while (index >= kv->layers[layer].lanes - kv->lanes + kv->layers[layer].params.n_lanes) {
+            layer++;
+        }
+        if (kv->layers[layer].params.format.elsewhere == walk->elsewhere) {
+            goes_on = walk->treat(walk, layer, (int32_t)(index - (kv->layers[layer].lanes - kv->lanes)), (int32_t)index, ith);
+        }
+    }
+}
+
+/* Treats every lane, those that are elsewhere on the calling thread. */
+static void walk_lanes(lane_walk *walk, const dt_workers *workers) {
+    for (int32_t elsewhere = 0; elsewhere < 2; elsewhere++) {
+        if (elsewhere != 0 && walk->kv->home == NULL) {
+            continue;
+        }
+        walk->elsewhere = elsewhere != 0;
+        for (int32_t i = 0; i < DT_SHARE_RANGES; i++) {
+            dt_share_reset(&walk->shares[i]);
+        }
+        dt_workers_run(elsewhere != 0 || walk->n_threads == 1 ? NULL : workers, walk_thread, walk);
+    }
 }
 
 /* ---- how many each lane keeps ---- */
@@ -74,9 +113,11 @@ static void keep_own(dt_kv *kv, bool exact) {
         }
     }
 }
+
 /* What a lane of a shared budget would keep at a threshold. */
 typedef struct shared_lane {
-    const float *scores; /* [n_free], of the entries that are not pinned */
+    float *scores;      /* [n_free], of the entries that are not pinned */
+    int32_t *positions; /* for scoring */
     int32_t n_free, n_pinned;
     int32_t least, most;
     double weight; /* 1 / lanes of the layer */
@@ -131,61 +172,62 @@ static void fill_lanes(const shared_lane *lanes, int32_t n_lanes, double total, 
     }
 }
 
-/* Scores a lane's entries; scores[n_free] are those of entries that are not pinned, negative ones and NaN as 0. */
-static void score_lane(const dt_kv *kv, int32_t layer, int32_t lane, int32_t next_position, float *scores, int32_t *positions,
-                       shared_lane *out) {
+/* The lanes, all scores, and as many positions; the walk's task. */
+size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries) {
+    return DT_ROUND_UP((size_t)n_lanes * sizeof(shared_lane), (size_t)64) + 2 * DT_ROUND_UP(n_entries * sizeof(float), (size_t)64);
+}
+
+/* Scores a lane's entries; scores[n_free] are those of entries that are not pinned, negative ones and NaN as 0. A lane that keeps
+ * everything has none, and no part in the budget. */
+static bool score_lane(lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread) {
+    (void)thread;
+    const dt_kv *kv = walk->kv;
     const dt_budget budget = dt_budget_of_lane(&kv->layers[layer].params.budget, lane);
     const int32_t n = kv->layers[layer].lanes[lane].n_entries;
-    const dt_lane_view entries = lane_entries(kv, layer, lane, next_position, positions);
+    shared_lane *out = &walk->shared[index];
+    if (budget.policy == NULL) {
+        return true;
+    }
+    float *scores = out->scores;
+    const dt_lane_view entries = lane_entries(kv, layer, lane, walk->next_position, out->positions);
     budget.policy->score(&entries, scores);
-    int32_t n_free = 0;
     for (int32_t i = 0; i < n; i++) {
         if (!dt_pinned(&entries, i)) {
-            scores[n_free++] = scores[i] > 0 ? scores[i] : 0;
+            scores[out->n_free++] = scores[i] > 0 ? scores[i] : 0;
         }
     }
-    *out = (shared_lane){.scores = scores,
-                         .n_free = n_free,
-                         .n_pinned = n - entries.n_slots - n_free,
-                         .least = DT_MIN(budget.min_cache_size, n - entries.n_slots),
-                         .most = DT_MIN(budget.max_cache_size, n - entries.n_slots),
-                         .weight = 1.0 / kv->layers[layer].params.n_lanes};
+    out->n_pinned = n - entries.n_slots - out->n_free;
+    out->least = DT_MIN(budget.min_cache_size, n - entries.n_slots);
+    out->most = DT_MIN(budget.max_cache_size, n - entries.n_slots);
+    out->weight = 1.0 / kv->layers[layer].params.n_lanes;
+    return true;
 }
 
-/* The lanes, all scores, and one lane's positions, which are no more than all; afterwards a number per lane there. */
-size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries) {
-    const size_t n_last = DT_MAX(n_entries, (size_t)n_lanes);
-    return DT_ROUND_UP((size_t)n_lanes * sizeof(shared_lane), (size_t)64) + DT_ROUND_UP(n_entries * sizeof(float), (size_t)64) +
-           DT_ROUND_UP(n_last * sizeof(float), (size_t)64);
-}
-
-static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, dt_error *error) {
-    size_t n_scores = 0;
+static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, const dt_workers *workers, dt_error *error) {
+    size_t n_entries = 0;
     for (int32_t i = 0; i < kv->n_lanes; i++) {
-        n_scores += (size_t)kv->lanes[i].n_entries;
+        n_entries += (size_t)kv->lanes[i].n_entries;
     }
-    const size_t lanes_bytes = DT_ROUND_UP((size_t)kv->n_lanes * sizeof(shared_lane), (size_t)64);
-    const size_t scores_bytes = DT_ROUND_UP(n_scores * sizeof(float), (size_t)64);
-    const size_t bytes = dt_kv_shared_bytes(kv->n_lanes, n_scores);
+    const size_t bytes = dt_kv_shared_bytes(kv->n_lanes, n_entries);
     char *memory = dt_kv_scratch(kv, bytes);
     if (memory == NULL) {
         return dt_fail_memory(error, bytes, "sharing out the KV cache");
     }
     shared_lane *lanes = (shared_lane *)memory;
-    float *scores = (float *)(memory + lanes_bytes);
-    int32_t n = 0;
-    for (int32_t i = 0; i < kv->n_layers; i++) {
-        for (int32_t j = 0; kv->layers[i].params.budget.policy != NULL && j < kv->layers[i].params.n_lanes; j++, n++) {
-            score_lane(kv, i, j, next_position, scores, (int32_t *)(memory + lanes_bytes + scores_bytes), &lanes[n]);
-            scores += lanes[n].n_free;
-        }
+    float *scores = (float *)(memory + DT_ROUND_UP((size_t)kv->n_lanes * sizeof(shared_lane), (size_t)64));
+    int32_t *positions = (int32_t *)(void *)((char *)scores + DT_ROUND_UP(n_entries * sizeof(float), (size_t)64));
+    for (int32_t i = 0; i < kv->n_lanes; i++) {
+        lanes[i] = (shared_lane){.scores = scores, .positions = positions};
+        scores += kv->lanes[i].n_entries;
+        positions += kv->lanes[i].n_entries;
     }
-    int32_t *keep = (int32_t *)(memory + lanes_bytes + scores_bytes); /* the positions are done with */
-    fill_lanes(lanes, n, total, keep);
-    n = 0;
+    lane_walk walk = {
+        .kv = kv, .next_position = next_position, .n_threads = threads_of(workers), .treat = score_lane, .shared = lanes};
+    walk_lanes(&walk, workers);
+    fill_lanes(lanes, kv->n_lanes, total, kv->keep);
     for (int32_t i = 0, index = 0; i < kv->n_layers; i++) {
         for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++, index++) {
-            kv->keep[index] = kv->layers[i].params.budget.policy != NULL ? keep[n++] : ALL;
+            kv->keep[index] = kv->layers[i].params.budget.policy != NULL ? kv->keep[index] : ALL;
         }
     }
     return DT_OK;
@@ -208,7 +250,77 @@ static dt_status drop_passed(dt_kv *kv, int32_t next_position, dt_round_result *
     return status;
 }
 
-dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_result *result, dt_error *error) {
+/* Evicts from one lane so that keep[index] entries stay; keep[index] becomes how many went. */
+static bool evict_lane(lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread) {
+    dt_kv *kv = walk->kv;
+    const dt_kv_lane_state *state = &kv->layers[layer].lanes[lane];
+    const int32_t n_entries = state->n_entries, n_keep = kv->keep[index];
+    kv->keep[index] = 0;
+    if (n_entries - state->n_slots <= n_keep) {
+        return true;
+    }
+    const size_t row = row_bytes(n_entries);
+    char *scratch = walk->scratch + (size_t)thread * walk->scratch_bytes;
+    int32_t *positions = (int32_t *)(void *)scratch, *victims = (int32_t *)(void *)(scratch + row);
+    const dt_lane_view entries = lane_entries(kv, layer, lane, walk->next_position, positions);
+    const int32_t n = dt_policy_choose(kv->layers[layer].params.budget.policy, &entries, n_keep, victims, scratch + 2 * row);
+    walk->status[thread] = dt_kv_absorb(kv, layer, lane, victims, n, scratch + choice_bytes(n_entries), &walk->errors[thread]);
+    kv->keep[index] = walk->status[thread] == DT_OK ? n : 0;
+    return walk->status[thread] == DT_OK;
+}
+
+/* Evicts from the lanes that have more than keep[index] says, and counts what went. */
+static dt_status evict_lanes(dt_kv *kv, int32_t next_position, const dt_workers *workers, dt_round_result *result,
+                             dt_error *error) {
+    int32_t n_due = 0;
+    size_t scratch_bytes = 0;
+    for (int32_t i = 0, index = 0; i < kv->n_layers; i++) {
+        for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++, index++) {
+            const dt_kv_lane_state *lane = &kv->layers[i].lanes[j];
+            if (lane->n_entries - lane->n_slots > kv->keep[index]) {
+                n_due++;
+                scratch_bytes = DT_MAX(scratch_bytes, dt_kv_round_bytes(&kv->layers[i].params, lane->n_entries));
+            }
+        }
+    }
+    const int32_t n_threads = DT_MIN(threads_of(workers), n_due);
+    const size_t bytes = (size_t)n_threads * scratch_bytes;
+    char *scratch = n_due > 0 ? dt_kv_scratch(kv, bytes) : NULL;
+    if (scratch == NULL) {
+        return n_due == 0 ? DT_OK : dt_fail_memory(error, bytes, "choosing what to evict");
+    }
+    lane_walk walk = {.kv = kv,
+                      .next_position = next_position,
+                      .n_threads = n_threads,
+                      .treat = evict_lane,
+                      .scratch = scratch,
+                      .scratch_bytes = scratch_bytes};
+    walk_lanes(&walk, workers);
+    double mean_evicted = 0;
+    for (int32_t i = 0, index = 0; i < kv->n_layers; i++) {
+        const int32_t n_lanes = kv->layers[i].params.n_lanes;
+        int64_t evicted = 0;
+        for (int32_t j = 0; j < n_lanes; j++, index++) {
+            evicted += kv->keep[index];
+        }
+        result->has_dropped = result->has_dropped || evicted > 0;
+        result->n_rounds += evicted > 0;
+        mean_evicted += (double)evicted / n_lanes;
+    }
+    result->n_evicted = (int64_t)llround(mean_evicted);
+    for (int32_t i = 0; i < walk.n_threads; i++) {
+        if (walk.status[i] != DT_OK) {
+            if (error != NULL) {
+                *error = walk.errors[i];
+            }
+            return walk.status[i];
+        }
+    }
+    return DT_OK;
+}
+
+dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, const dt_workers *workers, dt_round_result *result,
+                      dt_error *error) {
     *result = (dt_round_result){0};
     if (kv->n_uncommitted > 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%d tokens are not committed yet: commit them before an eviction round",
@@ -220,25 +332,9 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, dt_round_res
         return status;
     }
     if (total > 0 && dt_kv_shared_length(kv) > total) {
-        status = keep_shared(kv, next_position, exact ? total : floor(total - total / 16), error);
+        status = keep_shared(kv, next_position, exact ? total : floor(total - total / 16), workers, error);
     } else {
         keep_own(kv, exact);
     }
-    double mean_evicted = 0;
-    for (int32_t i = 0, index = 0; i < kv->n_layers && status == DT_OK; i++) {
-        const int32_t n_lanes = kv->layers[i].params.n_lanes;
-        int64_t evicted = 0;
-        for (int32_t j = 0; j < n_lanes && status == DT_OK; j++, index++) {
-            int32_t n = 0;
-            if (kv->layers[i].lanes[j].n_entries - kv->layers[i].lanes[j].n_slots > kv->keep[index]) {
-                status = lane_round(kv, i, j, next_position, kv->keep[index], &n, error);
-            }
-            evicted += n;
-            result->has_dropped = result->has_dropped || n > 0;
-        }
-        result->n_rounds += evicted > 0;
-        mean_evicted += (double)evicted / n_lanes;
-    }
-    result->n_evicted = (int64_t)llround(mean_evicted);
-    return status;
+    return status == DT_OK ? evict_lanes(kv, next_position, workers, result, error) : status;
 }

@@ -159,7 +159,7 @@ dt_status dt_kv_absorb(dt_kv *kv, int32_t layer_index, int32_t lane_index, const
     if (a.n_slots > 0 && !prepare(kv, layer_index, lane_index, entries, a.n_slots, a.n)) {
         return dt_fail_memory(error, f->block_bytes, "memory slots");
     }
-    int32_t newest = kv->newest_dropped, n_tokens_written = 0;
+    int32_t newest = -1, n_tokens_written = 0;
     if (a.n_slots > 0) {
         char *memory = (char *)scratch + indices_bytes(lane->n_entries);
         dt_slots_init(&a.slots, capacity, f->dim_k, f->dim_v, memory);
@@ -177,6 +177,6 @@ dt_status dt_kv_absorb(dt_kv *kv, int32_t layer_index, int32_t lane_index, const
     }
     lane->n_slots += n_tokens_written;
     const dt_status status = dt_kv_drop(kv, layer_index, lane_index, entries + a.n_slots, a.n - a.n_slots, error);
-    kv->newest_dropped = DT_MAX(kv->newest_dropped, newest);
+    dt_kv_note_dropped(kv, newest);
     return status;
 }

@@ -9,6 +9,8 @@
 
 #include "base/base.h"
 
+#include <float.h>
+
 typedef struct dt_policy dt_policy;
 
 /* More would not pay: each has the bytes of a token. */
@@ -66,7 +68,7 @@ typedef struct dt_lane_view {
 #define DT_IN_USE 60.0f
 static inline float dt_in_use(const dt_lane_view *view, int32_t entry) {
     const float mass = view->recent_mass[entry];
-    return dt_is_finite(mass) && mass > 0 ? DT_IN_USE * DT_MIN(mass, 1e18f) : 0;
+    return mass > 0 && mass <= FLT_MAX ? DT_IN_USE * DT_MIN(mass, 1e18f) : 0;
 }
 
 bool dt_pinned(const dt_lane_view *view, int32_t entry);

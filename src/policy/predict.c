@@ -13,6 +13,7 @@
  * All but the last term is known when the token is read, and stored as its peak, as if it were REFERENCE tokens away.
  * Pure functions. Invariant: finite and positive for all finite input.
  */
+#include "base/vectors.h"
 #include "policy/policy.h"
 
 #include <math.h>
@@ -23,7 +24,8 @@
 
 float dt_predict_decay_feature(int64_t distance) { return logf(((float)DT_MAX(distance, (int64_t)1) + NEAR) / (REFERENCE + NEAR)); }
 
-void dt_predict_features(const dt_predict_shape *shape, const float *key, const float *value, float *restrict out) {
+DT_MANY_PROCESSORS void dt_predict_features(const dt_predict_shape *shape, const float *key, const float *value,
+                                            float *restrict out) {
     const int32_t n_pairs = shape->dim_k / 2, half = shape->split / 2;
     for (int32_t i = 0; i < half; i++) {
         out[i] = sqrtf(key[i] * key[i] + key[i + half] * key[i + half]);
@@ -36,26 +38,50 @@ void dt_predict_features(const dt_predict_shape *shape, const float *key, const 
     }
 }
 
-float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const float *features) {
-    float sum = 0;
-    for (int32_t i = 0; i < dt_predict_n_features(shape); i++) {
-        sum += weights[DT_PREDICT_FEATURES + i] * features[i];
+DT_MANY_PROCESSORS float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const float *features) {
+    const int32_t n = dt_predict_n_features(shape);
+    dt_floats sums = {0};
+    for (int32_t i = 0; i < n; i += DT_VECTOR) {
+        dt_floats weight, feature;
+        dt_vector_load(&weight, weights + DT_PREDICT_FEATURES + i, n - i);
+        dt_vector_load(&feature, features + i, n - i);
+        sums += weight * feature;
     }
-    sum += weights[DT_PREDICT_BIAS];
+    float sum = weights[DT_PREDICT_BIAS];
+    for (int32_t i = 0; i < DT_VECTOR; i++) {
+        sum += sums[i];
+    }
     return dt_is_finite(sum) ? expf(DT_MIN(DT_MAX(sum, -LOG_LIMIT), LOG_LIMIT)) : 1; /* 1: nothing is known, so keep it */
 }
 
-static void score_without_attention(const dt_lane_view *view, float *out) {
+/* What dt_predict_decay_feature gives, of DT_VECTOR entries. Memory slots count as if they were the first token: nobody asks. */
+static DT_INLINED void decay_features(const dt_ints *positions, int32_t next_position, dt_floats *out) {
+    const dt_ints position = *positions & (*positions > -1), distance = next_position - position;
+    const dt_floats one = (dt_floats){0} + 1.0f, steps = __builtin_convertvector(distance, dt_floats);
+    *out = (DT_CHOOSE(steps < one, one, steps) + NEAR) * (1 / (REFERENCE + NEAR));
+    dt_logarithms(out);
+}
+
+DT_MANY_PROCESSORS static void score_without_attention(const dt_lane_view *view, float *out) {
     const float decay = view->weights != NULL ? view->weights[DT_PREDICT_DECAY] : 0;
-    for (int32_t i = 0; i < view->n; i++) {
-        const float peak = view->peak_mass[i];
-        const float log_change = decay * dt_predict_decay_feature((int64_t)view->next_position - view->position[i]);
-        const bool is_good = dt_is_finite(peak) && peak > 0;
-        out[i] = is_good ? DT_MIN(peak, 1e18f) * expf(DT_MIN(DT_MAX(log_change, -LOG_LIMIT), LOG_LIMIT)) : 0;
+    const dt_floats zero = {0}, most = zero + LOG_LIMIT, largest = zero + 1e18f;
+    for (int32_t i = 0; i < view->n; i += DT_VECTOR) {
+        dt_ints positions;
+        dt_floats peak, factor;
+        dt_vector_load(&positions, view->position + i, view->n - i);
+        dt_vector_load(&peak, view->peak_mass + i, view->n - i);
+        decay_features(&positions, view->next_position, &factor);
+        factor *= decay;
+        factor = DT_CHOOSE(factor < most, factor, most);
+        factor = DT_CHOOSE(factor > -most, factor, -most);
+        dt_exponentials(&factor);
+        const dt_floats product = DT_CHOOSE(peak < largest, peak, largest) * factor;
+        const dt_floats good = DT_CHOOSE((peak > zero) & (peak <= zero + FLT_MAX), product, zero);
+        dt_vector_store(out + i, &good, view->n - i);
     }
 }
 
-static void score(const dt_lane_view *view, float *out) {
+DT_MANY_PROCESSORS static void score(const dt_lane_view *view, float *out) {
     score_without_attention(view, out);
     for (int32_t i = 0; i < view->n; i++) {
         out[i] += dt_in_use(view, i);

@@ -9,6 +9,7 @@
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L /* clock_gettime, getpid */
 #endif
+#include "base/vectors.h"
 #include "text/text_shim.h"
 
 #include "llama.h"
@@ -21,7 +22,6 @@
 #include <unistd.h>
 
 #define TOP_MAX 256
-#define STRIPE 16 /* independent running values */
 
 struct dt_sampler {
     int32_t n_logits;     /* given at each call */
@@ -176,29 +176,18 @@ dt_status dt_sampler_set_state(dt_sampler *sampler, const dt_sampler_state *stat
     return DT_OK;
 }
 
-/* Passes over a whole vocabulary, of which there are three for each token: compiled for several processors, chosen at start. Not with
- * the sanitizers, which are not ready when that happens. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define VECTORS
-#endif
-
-/* STRIPE numbers at once, in as many registers as the processor needs for them. */
-typedef float floats __attribute__((vector_size(STRIPE * sizeof(float))));
-typedef int32_t ints __attribute__((vector_size(STRIPE * sizeof(float))));
-#define CHOOSE(mask, a, b) ((floats)(((mask) & (ints)(a)) | (~(mask) & (ints)(b))))
+/* ---- passes over a whole vocabulary, of which there are three for each token ---- */
 
 /* The largest of n numbers; false when one is NaN or +infinity. */
-VECTORS static bool find_maximum(const float *x, int32_t n, float *out) {
-    floats best = (floats){0} - INFINITY;
-    ints good = (ints){0} - 1;
+DT_MANY_PROCESSORS static bool find_maximum(const float *x, int32_t n, float *out) {
+    dt_floats best = (dt_floats){0} - INFINITY;
+    dt_ints good = (dt_ints){0} - 1;
     int32_t i = 0;
-    for (; i + STRIPE <= n; i += STRIPE) {
-        floats values;
+    for (; i + DT_VECTOR <= n; i += DT_VECTOR) {
+        dt_floats values;
         memcpy(&values, x + i, sizeof values);
-        const ints larger = values > best;
-        best = CHOOSE(larger, values, best);
+        const dt_ints larger = values > best;
+        best = DT_CHOOSE(larger, values, best);
         good &= values <= FLT_MAX;
     }
     float maximum = -INFINITY;
@@ -207,7 +196,7 @@ VECTORS static bool find_maximum(const float *x, int32_t n, float *out) {
         maximum = x[i] > maximum ? x[i] : maximum;
         all_good = all_good && x[i] <= FLT_MAX;
     }
-    for (int j = 0; j < STRIPE; j++) {
+    for (int j = 0; j < DT_VECTOR; j++) {
         maximum = best[j] > maximum ? best[j] : maximum;
         all_good = all_good && good[j] != 0;
     }
@@ -215,24 +204,19 @@ VECTORS static bool find_maximum(const float *x, int32_t n, float *out) {
     return all_good;
 }
 
-/* Adds e^x of STRIPE numbers x <= 0, those below -87 as that, to *sum within 1e-6: 2^(whole part) by exponent bits, the rest by its
- * series. */
-static inline __attribute__((always_inline)) void add_exponentials(const floats *of, floats *sum) {
-    const floats least = (floats){0} - 87.0f;
-    const ints in_range = *of > least;
-    const floats y = CHOOSE(in_range, *of, least) * 1.44269504f;
-    const ints whole = __builtin_convertvector(y - 0.5f, ints); /* truncation upwards of a negative number: nearest */
-    const floats r = (y - __builtin_convertvector(whole, floats)) * 0.693147181f;
-    const floats p =
-        1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f + r * 0.00138888889f)))));
-    *sum += p * (floats)((whole + 127) * (1 << 23));
+/* Adds e^x of numbers x <= 0, those below -87 as that, to *sum within 1e-6. */
+static DT_INLINED void add_exponentials(const dt_floats *of, dt_floats *sum) {
+    const dt_floats least = (dt_floats){0} - 87.0f;
+    dt_floats x = DT_CHOOSE(*of > least, *of, least);
+    dt_exponentials(&x);
+    *sum += x;
 }
 
-VECTORS static float probability_of(const float *logits, int32_t n, float maximum, int32_t token) {
-    floats sum = {0};
+DT_MANY_PROCESSORS static float probability_of(const float *logits, int32_t n, float maximum, int32_t token) {
+    dt_floats sum = {0};
     int32_t i = 0;
-    for (; i + STRIPE <= n; i += STRIPE) {
-        floats values;
+    for (; i + DT_VECTOR <= n; i += DT_VECTOR) {
+        dt_floats values;
         memcpy(&values, logits + i, sizeof values);
         values -= maximum;
         add_exponentials(&values, &sum);
@@ -241,7 +225,7 @@ VECTORS static float probability_of(const float *logits, int32_t n, float maximu
     for (; i < n; i++) {
         total += exp((double)(logits[i] - maximum));
     }
-    for (int j = 0; j < STRIPE; j++) {
+    for (int j = 0; j < DT_VECTOR; j++) {
         total += (double)sum[j];
     }
     return (float)(exp((double)(logits[token] - maximum)) / total);
