@@ -11,8 +11,16 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Before a function that is worth it. Not with the sanitizers, which are not ready when the choice is made. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+/* Before a static function that is worth it (others get names that clang 14 doesn't find again). Not with the sanitizers, which are
+ * not ready when the choice is made. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define DT_SANITIZED 1
+#elif defined(__has_feature)
+#define DT_SANITIZED (__has_feature(address_sanitizer) || __has_feature(thread_sanitizer))
+#else
+#define DT_SANITIZED 0
+#endif
+#if defined(__x86_64__) && defined(__GLIBC__) && !DT_SANITIZED
 #define DT_MANY_PROCESSORS __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define DT_MANY_PROCESSORS

@@ -65,7 +65,7 @@ static DT_INLINED void read_across(const dt_kv_format *f, void *block, int32_t f
     memcpy(out, &keys, sizeof keys);
 }
 
-DT_MANY_PROCESSORS void dt_kv_read_entries(const dt_kv_format *f, void *block, int32_t i, int32_t n, float *keys, float *values) {
+DT_MANY_PROCESSORS static void read_entries(const dt_kv_format *f, void *block, int32_t i, int32_t n, float *keys, float *values) {
     _Static_assert(DT_KV_GROUP == DT_VECTOR, "a vector is a dimension of a group");
     for (int32_t done = 0; done < n;) {
         const int32_t at = (i + done) % DT_KV_GROUP, count = DT_MIN(DT_KV_GROUP - at, n - done);
@@ -91,6 +91,10 @@ DT_MANY_PROCESSORS void dt_kv_read_entries(const dt_kv_format *f, void *block, i
             value[d] = value_at(f, block, row, i + e, d);
         }
     }
+}
+
+void dt_kv_read_entries(const dt_kv_format *f, void *block, int32_t i, int32_t n, float *keys, float *values) {
+    read_entries(f, block, i, n, keys, values);
 }
 
 void dt_kv_write_key(const dt_kv_format *f, void *block, int32_t i, const float *key) {

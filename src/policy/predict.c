@@ -24,8 +24,8 @@
 
 float dt_predict_decay_feature(int64_t distance) { return logf(((float)DT_MAX(distance, (int64_t)1) + NEAR) / (REFERENCE + NEAR)); }
 
-DT_MANY_PROCESSORS void dt_predict_features(const dt_predict_shape *shape, const float *key, const float *value,
-                                            float *restrict out) {
+DT_MANY_PROCESSORS static void find_features(const dt_predict_shape *shape, const float *key, const float *value,
+                                             float *restrict out) {
     const int32_t n_pairs = shape->dim_k / 2, half = shape->split / 2;
     for (int32_t i = 0; i < half; i++) {
         out[i] = sqrtf(key[i] * key[i] + key[i + half] * key[i + half]);
@@ -38,19 +38,28 @@ DT_MANY_PROCESSORS void dt_predict_features(const dt_predict_shape *shape, const
     }
 }
 
-DT_MANY_PROCESSORS float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const float *features) {
-    const int32_t n = dt_predict_n_features(shape);
+void dt_predict_features(const dt_predict_shape *shape, const float *key, const float *value, float *out) {
+    find_features(shape, key, value, out);
+}
+
+DT_MANY_PROCESSORS static float weighted_sum(const float *weights, const float *features, int32_t n) {
     dt_floats sums = {0};
     for (int32_t i = 0; i < n; i += DT_VECTOR) {
         dt_floats weight, feature;
-        dt_vector_load(&weight, weights + DT_PREDICT_FEATURES + i, n - i);
+        dt_vector_load(&weight, weights + i, n - i);
         dt_vector_load(&feature, features + i, n - i);
         sums += weight * feature;
     }
-    float sum = weights[DT_PREDICT_BIAS];
+    float sum = 0;
     for (int32_t i = 0; i < DT_VECTOR; i++) {
         sum += sums[i];
     }
+    return sum;
+}
+
+float dt_predict_peak(const dt_predict_shape *shape, const float *weights, const float *features) {
+    const float sum =
+        weights[DT_PREDICT_BIAS] + weighted_sum(weights + DT_PREDICT_FEATURES, features, dt_predict_n_features(shape));
     return dt_is_finite(sum) ? expf(DT_MIN(DT_MAX(sum, -LOG_LIMIT), LOG_LIMIT)) : 1; /* 1: nothing is known, so keep it */
 }
 
