@@ -5,7 +5,7 @@
 #
 # Trees: build-address and build-thread. An hour on two cores each: pieces can be had with PATTERN, such as "end_to_end_server". Needs
 # what bash run.sh --test needs.
-# ggml and libllama are built without sanitizers. Should they make noise: tests/support/lsan.supp, with the reason.
+# ggml and libllama are built without sanitizers. Should they make noise: tests/support/lsan.supp and tsan.supp, with the reason.
 set -u
 cd "$(dirname "$0")/.."
 kinds="address,undefined thread"
@@ -21,7 +21,7 @@ for kind in $kinds; do
     # allocations as large as some tests ask for shall fail, not end the process
     export ASAN_OPTIONS=allocator_may_return_null=1:detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1
     export LSAN_OPTIONS=suppressions=$PWD/tests/support/lsan.supp:print_suppressions=0
-    export TSAN_OPTIONS=second_deadlock_stack=1
+    export TSAN_OPTIONS=second_deadlock_stack=1:suppressions=$PWD/tests/support/tsan.supp:print_suppressions=0
     (cd "$tree" && ctest --output-on-failure -j "$jobs" --timeout 3600 ${1:+-R "$1"}) || result=1
 done
 exit $result
