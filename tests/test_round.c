@@ -6,6 +6,7 @@
 
 #include "kv/kv.h"
 
+#include <math.h>
 #include <pthread.h>
 #include <string.h>
 
@@ -401,6 +402,18 @@ static void test_threads_change_nothing(void **state) {
     }
 }
 
+static int64_t all_tokens(const dt_kv *kv, int32_t n_layers, int32_t n_lanes) {
+    int64_t n = 0;
+    for (int32_t layer = 0; layer < n_layers; layer++) {
+        for (int32_t lane = 0; lane < n_lanes; lane++) {
+            dt_kv_lane_view view;
+            dt_kv_lane(kv, layer, lane, &view);
+            n += view.n_entries - view.n_slots;
+        }
+    }
+    return n;
+}
+
 /* Whichever thread meets it, it is told, every lane is whole, and the next round goes on. */
 static void test_a_failed_round_on_threads(void **state) {
     (void)state;
@@ -419,8 +432,11 @@ static void test_a_failed_round_on_threads(void **state) {
         dt_round_result result;
         error.message[0] = '\0';
         atomic_store(&memory.fail_after, allowed);
+        const int64_t before = all_tokens(kv, 2, 4);
         status = dt_kv_round(kv, next, false, &workers, &result, &error);
         atomic_store(&memory.fail_after, -1);
+        assert_int_equal(result.n_evicted,
+                         llround((double)(before - all_tokens(kv, 2, 4)) / 4)); /* what went is told all the same */
         assert_true(status == DT_OK || (status == DT_ERR_MEMORY && strlen(error.message) > 10));
         n_failed += status != DT_OK;
         require(dt_kv_check(kv, &error), &error);

@@ -74,7 +74,7 @@ static void walk_thread(void *user, int ith, int nth) {
         return;
     }
     dt_share_walk share = dt_share_begin(walk->shares, kv->n_lanes, ith, n_threads);
-    bool goes_on = true;
+    bool goes_on = walk->status[ith] == DT_OK;
     for (int64_t index = dt_share_next(&share); goes_on && index < kv->n_lanes; index = dt_share_next(&share)) {
         int32_t layer = 0;
         while (index >= kv->layers[layer].lanes - kv->lanes + kv->layers[layer].params.n_lanes) {
@@ -250,12 +250,12 @@ static dt_status drop_passed(dt_kv *kv, int32_t next_position, dt_round_result *
     return status;
 }
 
-/* Evicts from one lane so that keep[index] entries stay; keep[index] becomes how many went. */
+/* Evicts from one lane so that keep[index] entries stay; keep[index] becomes ~ how many went: below 0, where it was not before. */
 static bool evict_lane(lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread) {
     dt_kv *kv = walk->kv;
     const dt_kv_lane_state *state = &kv->layers[layer].lanes[lane];
     const int32_t n_entries = state->n_entries, n_keep = kv->keep[index];
-    kv->keep[index] = 0;
+    kv->keep[index] = ~0;
     if (n_entries - state->n_slots <= n_keep) {
         return true;
     }
@@ -265,7 +265,7 @@ static bool evict_lane(lane_walk *walk, int32_t layer, int32_t lane, int32_t ind
     const dt_lane_view entries = lane_entries(kv, layer, lane, walk->next_position, positions);
     const int32_t n = dt_policy_choose(kv->layers[layer].params.budget.policy, &entries, n_keep, victims, scratch + 2 * row);
     walk->status[thread] = dt_kv_absorb(kv, layer, lane, victims, n, scratch + choice_bytes(n_entries), &walk->errors[thread]);
-    kv->keep[index] = walk->status[thread] == DT_OK ? n : 0;
+    kv->keep[index] = walk->status[thread] == DT_OK ? ~n : ~0;
     return walk->status[thread] == DT_OK;
 }
 
@@ -301,7 +301,7 @@ static dt_status evict_lanes(dt_kv *kv, int32_t next_position, const dt_workers 
         const int32_t n_lanes = kv->layers[i].params.n_lanes;
         int64_t evicted = 0;
         for (int32_t j = 0; j < n_lanes; j++, index++) {
-            evicted += kv->keep[index];
+            evicted += kv->keep[index] < 0 ? ~kv->keep[index] : 0; /* else the lane was not come to */
         }
         result->has_dropped = result->has_dropped || evicted > 0;
         result->n_rounds += evicted > 0;
