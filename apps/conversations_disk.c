@@ -245,9 +245,20 @@ static void limit_folder(dt_conversations *all, const dt_conversation *except, u
     }
 }
 
-static bool ends_in(const char *name, const char *ending) {
-    const size_t n = strlen(name), n_ending = strlen(ending);
-    return n >= n_ending && strcmp(name + n - n_ending, ending) == 0;
+/* An index, or the file that takes the place of a session, that was being written: named just so. */
+static bool is_in_the_making(const char *name) {
+    char own[96];
+    uint64_t id = 0;
+    unsigned long long number = 0;
+    long pid = 0;
+    if (is_named(name, ".json.part", &id)) {
+        return true;
+    }
+    if (sscanf(name, "conversation-%16llx.session.%9ld", &number, &pid) != 2) {
+        return false;
+    }
+    snprintf(own, sizeof own, NAME_FORMAT ".%ld.deeptutor", number, ".session", pid);
+    return strcmp(name, own) == 0;
 }
 
 static int by_last_use(const void *a, const void *b) {
@@ -269,9 +280,9 @@ static void list_folder(dt_conversations *all, DIR *folder) {
         if (sscanf(name, "conversation-%16llx", &begins) != 1) {
             continue; /* others are left alone */
         }
-        if (ends_in(name, ".part") || ends_in(name, ".tmp") ||
+        if (is_in_the_making(name) ||
             (is_named(name, ".session", &id) && path_of(all, id, ".json", path) && access(path, F_OK) != 0 && errno == ENOENT)) {
-            unlinkat(dirfd(folder), name, 0); /* in the making when a server was killed: the folder is ours alone */
+            unlinkat(dirfd(folder), name, 0); /* a killed server's: the folder is ours alone */
         } else {
             all->next_id = begins >= all->next_id ? begins + 1 : all->next_id; /* not overwritten */
         }
@@ -308,7 +319,7 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
     if (mkdir(name, 0700) != 0 && errno != EEXIST) {
         return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be made: %s", name, strerror(errno));
     }
-    all->folder_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    all->folder_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
     if (all->folder_lock < 0) {
         return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be written: %s", name,
                                      strerror(errno));
@@ -318,6 +329,10 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
         dt_file_lock_holder(all->folder_lock, holder, sizeof holder);
         return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s is in use by %s; name another one", name,
                                      holder);
+    }
+    if (!dt_file_lock_is_one(all->folder_lock)) {
+        return dt_conversations_fail(error, DT_ERR_IO, "%s is no lock file of this program; rename it, or name another folder",
+                                     path);
     }
     dt_file_lock_sign(all->folder_lock);
     all->next_id = 1;

@@ -74,7 +74,8 @@ static const dt_option ab_rows[] = {
     {"-i, --input", "F", DT_OPTION_TEXT, AT(input), 0, 0,
      "prompts, a line of JSON each: {\"prompt\": ...} or {\"messages\": [...]}; - = stdin"},
     {"--samples", "N", DT_OPTION_INT, AT(n_samples), 1, 1 << 20, "lines used, from the first on (50)"},
-    {"-n, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, 1 << 24, "tokens generated at most; -1 = to the end of text (128)"},
+    {"-n, --predict, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, 1 << 24,
+     "tokens generated at most; -1 = to the end of text (128)"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "for messages, instead of the model's own"},
     {"--skip-long", NULL, DT_OPTION_ON, AT(skip_long), 0, 0, "leave out prompts that exceed the context (an error)"},
     {"--min-exact", "X", DT_OPTION_NUMBER, AT(min_exact), 0, 1, "passes only if this share of the outputs is the same (no check)"},
@@ -145,6 +146,22 @@ bool eval_progress(int64_t done, int64_t total) {
 bool eval_on_prefill(int64_t done, int64_t total, void *user) {
     const int64_t *progress = user;
     return eval_progress(progress[0] * total + done, progress[1] * total);
+}
+
+void eval_print_name(const eval *e, const char *name) {
+    size_t width = strlen("setting");
+    for (size_t i = 0; i < e->n_settings && e->settings[i].name != NULL; i++) {
+        const size_t n = strlen(e->settings[i].name);
+        width = n > width ? n : width;
+    }
+    if (e->settings[0].name == NULL) {
+        return;
+    }
+    fputs("| ", stdout);
+    for (size_t i = 0; i < width; i++) {
+        putchar(name == NULL ? '-' : *name != 0 ? *name++ : ' ');
+    }
+    putchar(' ');
 }
 
 void eval_set_result(eval *e, json_t *rows) {

@@ -80,6 +80,8 @@ const char *eval_evict_word(dt_evict evict);
 bool eval_progress(int64_t done, int64_t total);
 /* The same while a text is read, which is one of the things to do: user is int64_t[2], how many are done, and how many there are. */
 bool eval_on_prefill(int64_t done, int64_t total, void *user);
+/* The beginning of a table's line, where the settings have names: one, or NULL for the line below the head. */
+void eval_print_name(const eval *e, const char *name);
 /* Puts the settings' rows into the result; a single one is the result. Takes rows over. */
 void eval_set_result(eval *e, json_t *rows);
 /* The refusal of a text that has no room for n_pieces of n_tokens each; says what would fit. */

@@ -330,9 +330,10 @@ static dt_status compare(ab_run *r, size_t index, const output sides[2], dt_erro
     for (int on = 0; on < 2; on++) {
         add_sums(&r->sums[on], p, &sides[on]);
     }
-    printf("| %zu | %zu | %s | %.3f | %.3f | %.1f | %.1f | %.1f | %.1f |\n", p->line, p->n, same ? "yes" : "no", rouge, agreement,
-           per_second((double)sides[0].decoded, sides[0].decode_ms), per_second((double)sides[1].decoded, sides[1].decode_ms),
-           (double)sides[0].kv_bytes / 1048576.0, (double)sides[1].kv_bytes / 1048576.0);
+    printf("| %4zu | %6zu | %-4s | %7.3f | %5.3f | %7.1f | %6.1f | %7.1f | %6.1f |\n", p->line, p->n, same ? "yes" : "no", rouge,
+           agreement, per_second((double)sides[0].decoded, sides[0].decode_ms),
+           per_second((double)sides[1].decoded, sides[1].decode_ms), (double)sides[0].kv_bytes / 1048576.0,
+           (double)sides[1].kv_bytes / 1048576.0);
     json_t *difference = same ? json_null() : json_integer((json_int_t)first);
     json_array_append_new(r->samples,
                           json_pack("{sI sI sb sf sf so so so}", "line", (json_int_t)p->line, "prompt_tokens", (json_int_t)p->n,
@@ -448,8 +449,8 @@ dt_status eval_ab(eval *e, dt_error *error) {
     ab_run r = {.e = e};
     dt_status status = begin(&r, error);
     if (status == DT_OK) {
-        printf("| line | prompt | same | ROUGE-L | agree | t/s off | t/s on | MiB off | on |\n"
-               "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n");
+        puts("| line | prompt | same | ROUGE-L | agree | t/s off | t/s on | MiB off |     on |\n"
+             "| ---: | -----: | ---- | ------: | ----: | ------: | -----: | ------: | -----: |");
     }
     for (size_t i = 0; i < r.n_prompts && status == DT_OK; i++) {
         status = measure_sample(&r, i, error);

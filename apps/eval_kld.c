@@ -167,15 +167,17 @@ static eval_mean mean_over_chunks(const chunk_sums *sums, size_t n_chunks, size_
 static void report(eval *e, const chunk_sums *sums, const eval_map *map, double *values) {
     const size_t n_chunks = (size_t)e->options->n_chunks, n = e->n_settings;
     json_t *rows = json_array();
-    const bool named = e->settings[0].name != NULL;
-    printf("|%s kept |    KLD | +-     | top-1 | NLL    | NLL full |\n|%s ---: | ---: | ---: | ---: | ---: | ---: |\n",
-           named ? " setting |" : "", named ? " --- |" : "");
+    eval_print_name(e, "setting");
+    puts("|   kept |    KLD |     +- | top-1 |    NLL | NLL full |");
+    eval_print_name(e, NULL);
+    puts("| -----: | -----: | -----: | ----: | -----: | -------: |");
     for (size_t s = 0; s < n; s++) {
 #define MEAN(member) mean_over_chunks(sums + s, n_chunks, n, offsetof(chunk_sums, member), values)
         const eval_mean kld = MEAN(kld), same = MEAN(same), nll = MEAN(nll), full = MEAN(nll_full), kept = MEAN(kept);
 #undef MEAN
-        printf("%s%s%s", named ? "| " : "", named ? e->settings[s].name : "", named ? " " : "");
-        printf("| %.4f | %.4f | %.4f | %.3f | %.4f | %.4f |\n", kept.mean, kld.mean, kld.error, same.mean, nll.mean, full.mean);
+        eval_print_name(e, e->settings[s].name);
+        printf("| %6.4f | %6.4f | %6.4f | %5.3f | %6.4f | %8.4f |\n", kept.mean, kld.mean, kld.error, same.mean, nll.mean,
+               full.mean);
         json_t *chunks = json_array();
         for (size_t i = 0; i < n_chunks; i++) {
             const chunk_sums *c = &sums[i * n + s];
@@ -185,14 +187,14 @@ static void report(eval *e, const chunk_sums *sums, const eval_map *map, double 
         json_array_append_new(rows, json_pack("{sf sf sf sf sf sf sf so}", "budget_share", e->settings[s].kept, "kld", kld.mean,
                                               "kld_error", kld.error, "top1", same.mean, "nll", nll.mean, "nll_full", full.mean,
                                               "kept_share", kept.mean, "chunks", chunks));
-        if (named) {
+        if (e->settings[s].name != NULL) {
             json_object_set_new(json_array_get(rows, s), "name", json_string(e->settings[s].name));
             json_object_set_new(json_array_get(rows, s), "evict", json_string(eval_evict_word(e->settings[s].evict)));
         } else {
             json_object_set_new(json_array_get(rows, s), "map", eval_map_json(map, s));
         }
     }
-    if (!named) {
+    if (e->settings[0].name == NULL) {
         json_object_set_new(e->result, "mass", eval_map_mass(map));
     }
     eval_set_result(e, rows);

@@ -287,13 +287,14 @@ static void report(needle_run *r) {
     eval *e = r->e;
     const double n = (double)r->n_asked;
     json_t *rows = json_array();
-    const bool named = e->settings[0].name != NULL;
-    printf("|%s kept | found | of | full cache | accuracy |\n|%s ---: | ---: | ---: | ---: | ---: |\n", named ? " setting |" : "",
-           named ? " --- |" : "");
+    eval_print_name(e, "setting");
+    puts("|   kept | found |  of | full cache | accuracy |");
+    eval_print_name(e, NULL);
+    puts("| -----: | ----: | --: | ---------: | -------: |");
     for (size_t i = 0; i < e->n_settings; i++) {
         const double share = (double)r->n_right[i] / n;
-        printf("%s%s%s", named ? "| " : "", named ? e->settings[i].name : "", named ? " " : "");
-        printf("| %.4f | %zu | %zu | %zu | %.3f |\n", r->kept[i] / n, r->n_right[i], r->n_asked, r->n_right_full, share);
+        eval_print_name(e, e->settings[i].name);
+        printf("| %6.4f | %5zu | %3zu | %10zu | %8.3f |\n", r->kept[i] / n, r->n_right[i], r->n_asked, r->n_right_full, share);
         const char *name = e->settings[i].name;
         json_array_append_new(rows, json_pack("{ss* sf sf sf sf sO}", "name", name, "budget_share", e->settings[i].kept, "accuracy",
                                               share, "accuracy_full", (double)r->n_right_full / n, "kept_share", r->kept[i] / n,

@@ -37,9 +37,28 @@ void dt_file_lock_sign(int descriptor) {
     (void)signed_here; /* on a full disk it goes without a name */
 }
 
+bool dt_file_lock_is_one(int descriptor) {
+    char text[32] = "";
+    char *end = text;
+    struct stat info;
+    const ssize_t n = pread(descriptor, text, sizeof text - 1, 0);
+    const long pid = n > 0 ? strtol(text, &end, 10) : 0;
+    const bool is_signed = n > 1 && pid > 0 && text[0] >= '1' && text[0] <= '9' && end == text + n - 1 && *end == '\n';
+    return fstat(descriptor, &info) == 0 && S_ISREG(info.st_mode) && info.st_size == n && (n == 0 || is_signed);
+}
+
 static bool is_still_there(int descriptor, const char *path) {
     struct stat ours, there;
     return fstat(descriptor, &ours) == 0 && stat(path, &there) == 0 && ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
+}
+
+/* Frees the lock. */
+static dt_status fail_foreign(dt_file_lock *lock, const char *why, dt_error *error) {
+    snprintf(error->message, sizeof error->message,
+             "%.600s is no lock file of this program (%s), and another process may be at work; rename it, or name another file",
+             lock->path, why);
+    free(lock);
+    return error->code = DT_ERR_ARGUMENT;
 }
 
 dt_status dt_file_lock_take(const char *path, dt_file_lock **out, dt_error *error) {
@@ -55,21 +74,31 @@ dt_status dt_file_lock_take(const char *path, dt_file_lock **out, dt_error *erro
     }
     snprintf(lock->path, capacity, "%s.lock", target);
     free(real);
-    for (;;) {
-        lock->descriptor = open(lock->path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-        if (lock->descriptor < 0) {
+    const char *wrong = NULL;
+    while (wrong == NULL) {
+        lock->descriptor = open(lock->path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+        struct stat info;
+        if (lock->descriptor < 0 && lstat(lock->path, &info) != 0) { /* no place for files */
             free(lock);
             return DT_OK;
+        }
+        if (lock->descriptor < 0) {
+            return fail_foreign(lock, strerror(errno), error);
         }
         if (flock(lock->descriptor, LOCK_EX | LOCK_NB) != 0) {
             break;
         }
-        if (is_still_there(lock->descriptor, lock->path)) {
+        const bool is_there = is_still_there(lock->descriptor, lock->path);
+        if (is_there && dt_file_lock_is_one(lock->descriptor)) {
             dt_file_lock_sign(lock->descriptor);
             *out = lock;
             return DT_OK;
         }
+        wrong = is_there ? "it holds something else" : NULL;
         close(lock->descriptor);
+    }
+    if (wrong != NULL) {
+        return fail_foreign(lock, wrong, error);
     }
     const bool taken = errno == EWOULDBLOCK;
     char holder[64];

@@ -9,16 +9,20 @@
 
 #include "deeptutor.h"
 
+#include <stdbool.h>
+
 typedef struct dt_file_lock dt_file_lock;
 
-/* DT_ERR_ARGUMENT, naming the process, where another one has it. *out is NULL with DT_OK where the place has no locks, or takes no
- * files: then nothing can be written there either. */
+/* DT_ERR_ARGUMENT, naming the process, where another one has it; also where PATH.lock is something else, which stays as it is. *out is
+ * NULL with DT_OK where the place has no locks, or takes no files: then nothing can be written there either. */
 dt_status dt_file_lock_take(const char *path, dt_file_lock **out, dt_error *error);
 /* Removes the lock file. NULL is accepted. */
 void dt_file_lock_release(dt_file_lock *lock);
 /* "process 123" from what a lock file says, or "another process". */
 void dt_file_lock_holder(int descriptor, char *out, size_t capacity);
-/* The other half of it: writes this process's number. */
+/* Whether the file is empty, or holds what dt_file_lock_sign wrote: anything else is somebody's own. */
+bool dt_file_lock_is_one(int descriptor);
+/* The other half of dt_file_lock_holder: writes this process's number. */
 void dt_file_lock_sign(int descriptor);
 
 #endif

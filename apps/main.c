@@ -36,7 +36,7 @@ static const dt_option text_rows[] = {
     {"-p, --prompt", "S", DT_OPTION_TEXT, AT(prompt), 0, 0, "text to go on from; with -cnv the first message"},
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0,
      "the same from a file, - = stdin; one final newline is dropped, other bytes stay"},
-    {"-n, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, INT32_MAX,
+    {"-n, --predict, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, INT32_MAX,
      "tokens to generate, in a chat per reply; -1 = to the end of the text, 0 = read only (-1)"},
     {"-e, --escape", NULL, DT_OPTION_ON, AT(escape), 0, 0,
      "in -p and -sys \\n, \\r, \\t, \\', \\\", \\\\ and \\xHH stand for what they do in C (on)"},
@@ -84,7 +84,7 @@ static bool check(const main_options *o, char *message, size_t capacity) {
     } else if (o->append && (o->session == NULL || o->conversation || (o->prompt == NULL && o->file == NULL))) {
         wrong = "--append puts a prompt (-p or -f) behind what --session FILE holds; a chat goes on by itself";
     } else if (o->prompt == NULL && o->file == NULL && o->session == NULL && !o->conversation) {
-        wrong = "there is nothing to go on from; give a prompt with -p or -f, or chat with -cnv";
+        wrong = "there is nothing to go on from; give a prompt with -p or -f (-f - reads stdin), or chat with -cnv";
     } else if (!o->conversation && (o->system_prompt != NULL || o->chat_template != NULL)) {
         wrong = "-sys and --chat-template are for chats; add -cnv";
     }
@@ -201,28 +201,50 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
     return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
 }
 
-/* This run's text parted from the saved one: what was saved stays under another name, so that a mistaken prompt loses nothing. What
- * an earlier run kept there goes only when this is in its place. */
-static void keep_replaced(const char *path, int64_t n_tokens) {
+/* Why a session's file can't be put at `old`: NULL, it can. What is there may go where it is a session itself, that an earlier run
+ * kept. */
+static const char *why_not_kept(const char *real, const char *old, const char *part) {
+    struct stat info;
+    if (lstat(old, &info) == 0 && (!S_ISREG(info.st_mode) || dt_session_file_tokens(old) == 0)) {
+        return "something else is there";
+    }
+    unlink(part); /* a killed run's */
+    const bool linked = link(real, part) == 0;
+    const bool kept = linked ? rename(part, old) == 0 : rename(real, old) == 0; /* some file systems have no links */
+    const int reason = errno;
+    if (linked) {
+        unlink(part); /* rename leaves it where both names are the same file's already */
+    }
+    return kept ? NULL : strerror(reason);
+}
+
+/* This run's text parted from the saved one: what was saved stays under another name, so that a mistaken prompt loses nothing, and
+ * where it can't, this run's isn't saved. */
+static dt_status keep_replaced(const char *path, int64_t n_tokens, dt_error *error) {
     char *real = realpath(path, NULL); /* saving follows links too */
     const size_t capacity = (real != NULL ? strlen(real) : 0) + sizeof ".old.part";
     char *old = real != NULL ? malloc(capacity) : NULL, *part = old != NULL ? malloc(capacity) : NULL;
-    int reason = errno;
-    bool kept = false;
+    const char *why = strerror(errno);
     if (part != NULL) {
         snprintf(old, capacity, "%s.old", real);
         snprintf(part, capacity, "%s.old.part", real);
-        unlink(part); /* a killed run's */
-        kept = link(real, part) == 0 && rename(part, old) == 0;
-        reason = errno;
-        unlink(part); /* rename leaves it where both names are the same file's already */
+        why = why_not_kept(real, old, part);
     }
-    dt_report(DT_LOG_WARN, "session: this text parts from the saved one of %lld tokens, which is replaced; it %s %s%s%s",
-              (long long)n_tokens, kept ? "stays as" : "can't be kept as", part != NULL ? old : "FILE.old", kept ? "" : ": ",
-              kept ? "" : strerror(reason));
+    if (why == NULL) {
+        dt_report(DT_LOG_WARN, "session: this text parts from the saved one of %lld tokens, which is replaced; it stays as %s",
+                  (long long)n_tokens, old);
+    } else {
+        snprintf(
+            error->message, sizeof error->message,
+            "%.400s holds another text of %lld tokens, which can't be kept as %.400s (%s), so it stays and this one is not saved; "
+            "move one of the two, or name another file",
+            path, (long long)n_tokens, part != NULL ? old : "FILE.old", why);
+        error->code = DT_ERR_IO;
+    }
     free(real);
     free(old);
     free(part);
+    return why == NULL ? DT_OK : DT_ERR_IO;
 }
 
 /* What was computed, also when the run was interrupted or failed. chat may be NULL. */
@@ -233,10 +255,13 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
         return DT_OK;
     }
     const double begun = 1e3 * dt_seconds_now();
+    dt_status status = DT_OK;
     if (run->synced && run->first_reused + 1 < run->loaded_tokens) { /* the last token may have been computed anew */
-        keep_replaced(o->session, run->loaded_tokens);
+        status = keep_replaced(o->session, run->loaded_tokens, error);
     }
-    dt_status status = chat != NULL ? dt_chat_note(chat, error) : dt_session_set_note(run->session, NULL, 0, error);
+    if (status == DT_OK) {
+        status = chat != NULL ? dt_chat_note(chat, error) : dt_session_set_note(run->session, NULL, 0, error);
+    }
     if (status == DT_OK) {
         status = dt_session_save(run->session, run->sampler, o->session, error);
     }
@@ -447,7 +472,7 @@ static dt_status find_saved(const main_options *o, texts *t, dt_error *error) {
     const dt_status status = dt_session_check_save(NULL, o->session, 0, error);
     struct stat info;
     const bool there = stat(o->session, &info) == 0;
-    t->n_saved = dt_session_file_tokens(o->session);
+    t->n_saved = status == DT_OK ? dt_session_file_tokens(o->session) : 0;
     t->goes_on = !o->conversation && there && (o->append || t->prompt == NULL);
     if (status == DT_OK && !o->conversation && !there && t->prompt == NULL) {
         snprintf(error->message, sizeof error->message,

@@ -38,7 +38,7 @@ static const dt_option model_rows[] = {
     {"--device", "NAME", DT_OPTION_TEXT, AT(device), 0, 0,
      "where layers run: cpu, cuda, metal, vulkan, a device by name, rpc=HOST:PORT for another machine, several separated by "
      "commas; list = show them (cpu)"},
-    {"-ngl, --gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
+    {"-ngl, --gpu-layers, --n-gpu-layers", "N", DT_OPTION_INT, AT(n_device_layers), -1, INT32_MAX,
      "the first N layers run on the device, their cache with them; more than there are: the output too (all)"},
     {"-ts, --tensor-split", "N0,N1,...", DT_OPTION_TEXT, AT(device_split), 0, 0,
      "how many of these layers each of several devices takes, such as 3,1 (in proportion to its free memory)"},
@@ -63,7 +63,7 @@ static const dt_option eviction_rows[] = {
 };
 
 static const dt_option sampling_rows[] = {
-    {"--temp", "X", DT_OPTION_NUMBER, AT(temp), -1e6, 1e6, "temperature; 0 = always the likeliest token (0.8)"},
+    {"--temp, --temperature", "X", DT_OPTION_NUMBER, AT(temp), -1e6, 1e6, "temperature; 0 = always the likeliest token (0.8)"},
     {"--top-k", "N", DT_OPTION_INT, AT(top_k), INT32_MIN, INT32_MAX, "only the N likeliest tokens; 0 = all (40)"},
     {"--top-p", "X", DT_OPTION_NUMBER, AT(top_p), 0, 1, "only the likeliest tokens that make up X together; 1 = all (0.95)"},
     {"--min-p", "X", DT_OPTION_NUMBER, AT(min_p), 0, 1, "only tokens at least X times as likely as the likeliest (0.05)"},
@@ -72,7 +72,7 @@ static const dt_option sampling_rows[] = {
      "seed of the draw; -1 = another one each run, told in the log (-1)"},
     {"--grammar", "S", DT_OPTION_TEXT, AT(grammar), 0, 0, "grammar (GBNF) that the text must follow"},
     {"--grammar-file", "F", DT_OPTION_TEXT, AT(grammar_file), 0, 0, "the same, from a file"},
-    {"--json-schema", "S", DT_OPTION_TEXT, AT(json_schema), 0, 0, "JSON schema that the text must follow"},
+    {"-j, --json-schema", "S", DT_OPTION_TEXT, AT(json_schema), 0, 0, "JSON schema that the text must follow"},
     {"--ignore-eos", NULL, DT_OPTION_ON, AT(ignore_end), 0, 0, "never end by itself"},
 };
 

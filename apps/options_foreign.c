@@ -17,6 +17,7 @@ static const dt_foreign_flag flags[] = {
     {"--no-context-shift", DT_FOREIGN_NONE, true, "nothing is dropped from a full context unless --cache-eviction is given"},
     {"-cb, --cont-batching", DT_FOREIGN_NONE, true, "requests always share batches"},
     {"--metrics", DT_FOREIGN_NONE, true, "the server's /metrics is always there"},
+    {"--webui, --cache-prompt", DT_FOREIGN_NONE, true, "the server's page and its caching are always there"},
     {"--perf, --no-perf", DT_FOREIGN_NONE, true, "timings are always told; --log-level warn keeps them away"},
     {"-co, --color, --simple-io", DT_FOREIGN_NONE, true, "text is always plain"},
     /* cache */
@@ -31,6 +32,7 @@ static const dt_foreign_flag flags[] = {
      "--session FILE keeps a conversation, and always saves it at the end"},
     /* drafts */
     {"-md, --model-draft, --spec-draft-model", DT_FOREIGN_VALUE, false, "--draft-model FILE names the model that guesses"},
+    {"--spec-type", DT_FOREIGN_VALUE, false, "--draft-lookup guesses without a model, --draft-model FILE with one"},
     {"--draft, --draft-n, --spec-draft-n-max", DT_FOREIGN_VALUE, false, "--draft-max N says how many tokens are guessed at once"},
     /* text */
     {"-i, --interactive, -if, --interactive-first, -cml, --chatml", DT_FOREIGN_NONE, false,
@@ -41,6 +43,7 @@ static const dt_foreign_flag flags[] = {
     {"-bf, --binary-file", DT_FOREIGN_VALUE, false, "-f FILE reads a prompt as it is"},
     {"-sysf, --system-prompt-file", DT_FOREIGN_VALUE, false, "write -sys \"$(cat FILE)\""},
     {"--chat-template-file", DT_FOREIGN_VALUE, false, "write --chat-template \"$(cat FILE)\""},
+    {"-mli, --multiline-input", DT_FOREIGN_NONE, false, "-f - reads a text of several lines from stdin"},
     {"-jf, --json-schema-file", DT_FOREIGN_VALUE, false, "write --json-schema \"$(cat FILE)\""},
     {"-sp, --special", DT_FOREIGN_NONE, false, "special tokens are never shown as text"},
     {"--no-jinja", DT_FOREIGN_NONE, false, "chat templates are always Jinja; --chat-template NAME takes a built-in one"},
@@ -51,6 +54,7 @@ static const dt_foreign_flag flags[] = {
      "--mirostat-lr, --mirostat-ent, --dynatemp-range, --dynatemp-exp, --dry-multiplier, --samplers, --sampler-seq, -l, "
      "--logit-bias",
      DT_FOREIGN_VALUE, false, "sampling has --temp, --top-k, --top-p, --min-p and --repeat-penalty"},
+    {"--reasoning-format, --reasoning-budget", DT_FOREIGN_VALUE, false, "what a model thinks aloud is text like any other"},
     /* model */
     {"-hf, -hfr, --hf-repo, -mu, --model-url", DT_FOREIGN_VALUE, false,
      "nothing is fetched here; give a file with -m, or make one with convert.py"},
@@ -62,13 +66,22 @@ static const dt_foreign_flag flags[] = {
     {"-sm, --split-mode, -mg, --main-gpu", DT_FOREIGN_VALUE, false,
      "--device NAME,NAME shares the layers among devices, --tensor-split says how"},
     {"-dev", DT_FOREIGN_VALUE, false, "--device NAME says where layers run"},
+    {"--list-devices", DT_FOREIGN_NONE, false, "--device list shows them"},
+    {"--rpc", DT_FOREIGN_VALUE, false, "--device rpc=HOST:PORT names another machine"},
+    {"-ot, --override-tensor, -ncmoe, --n-cpu-moe, -fit, --fit", DT_FOREIGN_VALUE, false,
+     "-ngl says how many whole layers the device takes"},
+    {"-cmoe, --cpu-moe", DT_FOREIGN_NONE, false, "-ngl says how many whole layers the device takes"},
     {"-C, --cpu-mask, -Cr, --cpu-range, --numa, --prio, --poll", DT_FOREIGN_VALUE, false,
      "taskset, numactl and nice place a process"},
     /* log, server */
     {"-v, --verbose, --log-verbose", DT_FOREIGN_NONE, false, "--log-level debug tells more"},
     {"-lv, --verbosity, --log-verbosity", DT_FOREIGN_VALUE, false, "--log-level error, warn, info or debug says how much is told"},
+    {"--log-file", DT_FOREIGN_VALUE, false, "the log goes to stderr: 2>FILE keeps it"},
+    {"--verbose-prompt", DT_FOREIGN_NONE, false, "--display-prompt shows the prompt"},
     {"--log-disable", DT_FOREIGN_NONE, false, "--log-level error tells errors only"},
     {"--embedding, --embeddings, --rerank, --reranking", DT_FOREIGN_NONE, false, "there is text generation only"},
+    {"--no-webui, --slots, --no-slots, --props", DT_FOREIGN_NONE, false, "docs/server.md lists what the server answers, always"},
+    {"--cache-reuse", DT_FOREIGN_VALUE, false, "a conversation is found again by its beginning, whatever its length"},
     {"-to, --timeout, --threads-http, --ssl-key-file, --ssl-cert-file, --path", DT_FOREIGN_VALUE, false,
      "put a proxy such as nginx before the server for that"},
 };

@@ -220,17 +220,39 @@ static int64_t tokens_let_go(const dt_session *session, const dt_layer_stats *la
     return llround((double)s.n_tokens - layer->mean_length);
 }
 
-/* One line for each run of layers that let go equally many tokens. */
-static void report_let_go(const dt_session *session, int32_t n_tokens) {
+/* The layer after a run of layers from `first` on that let go equally many tokens, *n; `first` where there is none. */
+static int32_t run_of_layers(const dt_session *session, int32_t first, int64_t *n) {
     dt_layer_stats layer;
-    for (int32_t first = 0, next; dt_session_get_layer_stats(session, first, &layer) == DT_OK; first = next) {
-        const int64_t n = tokens_let_go(session, &layer);
-        next = first + 1;
-        while (dt_session_get_layer_stats(session, next, &layer) == DT_OK && tokens_let_go(session, &layer) == n) {
-            next++;
+    int32_t next = first;
+    while (dt_session_get_layer_stats(session, next, &layer) == DT_OK && (next == first || tokens_let_go(session, &layer) == *n)) {
+        *n = tokens_let_go(session, &layer);
+        next++;
+    }
+    return next;
+}
+
+#define MOST_RUNS 4 /* that have a line each */
+
+/* A line for each run of layers that let go equally many tokens; where nearly each let go another number, one for all. */
+static void report_let_go(const dt_session *session, int32_t n_tokens) {
+    int64_t n = 0, least = INT64_MAX, most = 0;
+    int32_t n_runs = 0, end = 0;
+    for (int32_t next; (next = run_of_layers(session, end, &n)) > end; end = next, n_runs++) {
+        least = n < least ? n : least;
+        most = n > most ? n : most;
+    }
+    if (n_runs > MOST_RUNS) {
+        dt_report(DT_LOG_INFO, "TLC: %d layers let go %lld to %lld of %d tokens (--stats-json tells each)", (int)end,
+                  (long long)least, (long long)most, (int)n_tokens);
+        return;
+    }
+    for (int32_t first = 0, next; (next = run_of_layers(session, first, &n)) > first; first = next) {
+        if (next == first + 1) {
+            dt_report(DT_LOG_INFO, "TLC: layer %d let go %lld of %d tokens", (int)first, (long long)n, (int)n_tokens);
+        } else {
+            dt_report(DT_LOG_INFO, "TLC: layers %d-%d let go %lld of %d tokens", (int)first, (int)next - 1, (long long)n,
+                      (int)n_tokens);
         }
-        dt_report(DT_LOG_INFO, "TLC: layers %d-%d let go %lld of %d tokens", (int)first, (int)next - 1, (long long)n,
-                  (int)n_tokens);
     }
 }
 

@@ -161,7 +161,7 @@ def test_conversations_onto_a_full_disk(model, small_disk, tmp_path):
             server.complete(prompt=f"{i} " * 60, max_tokens=2)
         assert server.complete(prompt=PROMPT, max_tokens=4)["choices"][0]["text"] == first["choices"][0]["text"]
         assert server.ask("/health")[0] == 200
-    assert [name for name in os.listdir(folder) if name.endswith((".tmp", ".part"))] == []
+    assert [name for name in os.listdir(folder) if name.endswith((".deeptutor", ".part"))] == []
 
 
 def test_converting_onto_a_full_disk(small_disk, tokenizers, tmp_path):
@@ -355,7 +355,7 @@ def test_server_stopped_while_it_works(model, tmp_path):
             assert server.stop() == 0
             for client in clients:
                 client.close()
-        assert [name for name in os.listdir(folder) if name.endswith((".tmp", ".part"))] == []
+        assert [name for name in os.listdir(folder) if name.endswith((".deeptutor", ".part"))] == []
 
 
 # ---- the clock ----

@@ -269,7 +269,7 @@ def test_another_text_loses_nothing(tmp_path):
 
 @needs_model
 def test_what_was_kept_goes_last(tmp_path):
-    """Through a link the file that it leads to is kept, not the link; and what can't be kept costs nothing that was kept before."""
+    """Through a link the file that it leads to is kept, not the link; where it can't be kept it stays, and the new text isn't saved."""
     (tmp_path / "real").mkdir()
     real, link, old = tmp_path / "real" / "s.bin", tmp_path / "link.bin", tmp_path / "real" / "s.bin.old"
     link.symlink_to(real)
@@ -281,9 +281,27 @@ def test_what_was_kept_goes_last(tmp_path):
         assert f"it stays as {old}" in log and old.read_bytes() == before and link.is_symlink()
         assert sorted(os.listdir(real.parent)) == ["s.bin", "s.bin.old"] and sorted(os.listdir(tmp_path)) == ["link.bin", "real"]
     old.unlink()
-    old.mkdir()  # what a link can't take the place of
+    before = real.read_bytes()
+    for make in (old.mkdir, lambda: old.write_text("somebody's own")):
+        make()
+        done = run_model("-p", "Once upon a time", *flags)
+        assert done.returncode == 1 and f"can't be kept as {old} (something else is there)" in done.stderr.decode()
+        assert real.read_bytes() == before and sorted(os.listdir(real.parent)) == ["s.bin", "s.bin.old"]
+        if old.is_dir():
+            old.rmdir()
+    assert old.read_text() == "somebody's own"
+
+
+@needs_model
+def test_kept_without_links(tmp_path):
+    """Where the file system has no hard links."""
+    session = tmp_path / "s.bin"
+    flags = ("-n", "2", "--temp", "0", "--session", str(session))
+    assert run_model("-p", TEXT, *flags).returncode == 0
+    before = session.read_bytes()
+    (tmp_path / "s.bin.old.part").mkdir()  # what no link can be made as
     log = run_model("-p", "Once upon a time", *flags).stderr.decode()
-    assert f"it can't be kept as {old}: " in log and sorted(os.listdir(real.parent)) == ["s.bin", "s.bin.old"]
+    assert f"it stays as {session}.old" in log and (tmp_path / "s.bin.old").read_bytes() == before != session.read_bytes()
 
 
 @needs_model
@@ -297,3 +315,30 @@ def test_a_chat_stays_a_chat(tmp_path):
         assert_fails(run_model(*text, *flags), 2, "holds a chat", "-cnv", str(session))
         assert session.read_bytes() == chat and os.listdir(tmp_path) == ["s.bin"]
     assert b"goes on after 2 messages" in run_model("-cnv", "-p", "And you?", *flags).stderr
+
+
+@needs_model
+@pytest.mark.parametrize("text", ["precious", "12 monkeys\n", "123", "0\n"])
+def test_somebodys_own_lock_file(tmp_path, text):
+    session, lock = tmp_path / "Cargo", tmp_path / "Cargo.lock"
+    lock.write_text(text)
+    flags = ("-p", TEXT, "-n", "2", "--temp", "0", "--session", str(session))
+    assert_fails(run_model(*flags), 2, f"{lock} is no lock file of this program", "name another file")
+    assert lock.read_text() == text and os.listdir(tmp_path) == ["Cargo.lock"]
+    lock.write_text("99999999\n")  # a killed run's
+    assert run_model(*flags).returncode == 0 and os.listdir(tmp_path) == ["Cargo"]
+    lock.mkdir()
+    assert_fails(run_model(*flags), 2, f"{lock} is no lock file of this program", "Is a directory")
+
+
+@needs_model
+def test_pipes_in_place_of_files(tmp_path):
+    """Nobody waits for a writer that never comes."""
+    session = tmp_path / "s.bin"
+    os.mkfifo(session)
+    assert_fails(run_model("-p", TEXT, "-n", "2", "--session", str(session)), 2, str(session), "no regular file")
+    model = tmp_path / "m.gguf"
+    model.symlink_to(MODEL)
+    os.mkfifo(tmp_path / "m.tlc.json")
+    done = run("-m", str(model), "-p", TEXT, "-n", "2", "--temp", "0", "--cache-eviction")
+    assert done.returncode == 0, done.stderr

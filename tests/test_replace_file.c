@@ -54,7 +54,7 @@ static const char *path_of(const place *p, const char *ending) {
 
 static const char *temporary_of(const place *p, long pid) {
     char ending[32];
-    snprintf(ending, sizeof ending, ".%ld.tmp", pid);
+    snprintf(ending, sizeof ending, ".%ld.deeptutor", pid);
     return path_of(p, ending);
 }
 
@@ -116,15 +116,16 @@ static long dead_process(void) {
 static void test_what_was_left(void **state) {
     const place *p = *state;
     const char *const dead = temporary_of(p, dead_process()), *const own = temporary_of(p, getpid());
-    const char *const alive = temporary_of(p, getppid()), *const other = path_of(p, ".notes.tmp");
-    const char *const longer = path_of(p, "-more.99999.tmp"), *const no_number = path_of(p, "..tmp");
-    const char *const all[] = {dead, own, alive, other, longer, no_number};
-    for (int i = 0; i < 6; i++) {
+    const char *const alive = temporary_of(p, getppid()), *const other = path_of(p, ".notes.deeptutor");
+    const char *const longer = path_of(p, "-more.99999.deeptutor"), *const no_number = path_of(p, "..deeptutor");
+    const char *const somebodys = path_of(p, ".2024.tmp");
+    const char *const all[] = {dead, own, alive, other, longer, no_number, somebodys};
+    for (int i = 0; i < 7; i++) {
         write_text(all[i], "left");
     }
     replace(p, "new");
     assert_true(holds(p->target, "new"));
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
         assert_int_equal(access(all[i], F_OK) == 0, i >= 2);
     }
 }

@@ -3,6 +3,7 @@ that fits alone is answered, with the text that it gets alone."""
 import os
 import re
 import shutil
+import subprocess
 import time
 
 import pytest
@@ -176,3 +177,20 @@ def test_files_without_an_index(model, tmp_path):
         server.complete(prompt=noise(100), max_tokens=2)
     assert not orphan.exists() and all(path.read_bytes() == b"x" for path in others)
     assert not any(re.fullmatch(r"conversation-0{14}aa\..*", path.name) for path in folder.iterdir())
+
+
+def test_somebodys_own_files(model, tmp_path):
+    """What a killed server leaves goes; what only looks a little like it stays, and so does a `lock` of somebody's own."""
+    left = ["conversation-00000000000000d0.json.part", "conversation-00000000000000d1.session.99999999.deeptutor",
+            "conversation-00000000000000d2.session"]  # the last without its index
+    others = ["conversation-about-dogs.tmp", "conversation-draft-with-bob.tmp", "conversation-2024-notes.part", "conversation-7.part",
+              "conversation-00000000000000d3.session.deeptutor", "conversation-00000000000000d4.json", "notes.json.part"]
+    for name in left + others:
+        (tmp_path / name).write_text("text")
+    with serving(model, tmp_path, *FLAGS, "--session-dir", str(tmp_path)) as server:
+        server.complete(prompt=noise(100), max_tokens=4)
+    assert not set(left) & set(os.listdir(tmp_path)) and all((tmp_path / name).read_text() == "text" for name in others)
+    lock = tmp_path / "lock"
+    lock.write_text("my own")
+    done = subprocess.run([SERVER, "-m", model, "--port", "0", *FLAGS, "--session-dir", str(tmp_path)], capture_output=True, timeout=60)
+    assert done.returncode == 2 and f"{lock} is no lock file of this program".encode() in done.stderr and lock.read_text() == "my own"

@@ -573,7 +573,7 @@ static void test_killed_saves(void **state) {
         waitpid(child, NULL, 0);
         load(loaded, NULL, f->path);
         char temporary[128];
-        snprintf(temporary, sizeof temporary, "%s.%ld.tmp", f->path, (long)child);
+        snprintf(temporary, sizeof temporary, "%s.%ld.deeptutor", f->path, (long)child);
         unlink(temporary); /* all that a killed save may leave behind */
     }
     dt_session_free(s);

@@ -96,10 +96,10 @@ static void remove_abandoned(const char *target) {
     for (const struct dirent *entry; folder != NULL && (entry = readdir(folder)) != NULL;) {
         long pid = 0;
         int end = 0;
-        if (strncmp(entry->d_name, name, n_name) == 0 && sscanf(entry->d_name + n_name, ".%9ld.tmp%n", &pid, &end) == 1 &&
+        if (strncmp(entry->d_name, name, n_name) == 0 && sscanf(entry->d_name + n_name, ".%9ld.deeptutor%n", &pid, &end) == 1 &&
             end > 0 && entry->d_name[n_name + (size_t)end] == 0 && pid > 0) {
             memcpy(path + n_folder, name, n_name);
-            snprintf(path + n_folder + n_name, 64, ".%ld.tmp", pid);
+            snprintf(path + n_folder + n_name, 64, ".%ld.deeptutor", pid);
             remove_if_abandoned(path, pid);
         }
     }
@@ -128,7 +128,7 @@ dt_status dt_replace_begin(const char *path, dt_replace_file **out, dt_error *er
         release(file);
         return status;
     }
-    snprintf(file->temporary, capacity, "%s.%ld.tmp", file->path, (long)getpid());
+    snprintf(file->temporary, capacity, "%s.%ld.deeptutor", file->path, (long)getpid());
     struct stat info;
     const bool exists = stat(file->path, &info) == 0;
     int reason = 0;

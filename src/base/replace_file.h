@@ -3,7 +3,7 @@
  * path sees the old bytes or the new ones, also after a crash or a kill in the middle.
  *
  * Where the path is a symbolic link, what it points to is replaced and the link stays. The name of the file in the making is the
- * target's with ".<process>.tmp" behind; it is left over only by a process that was killed, until
+ * target's with ".<process>.deeptutor" behind; it is left over only by a process that was killed, until
  * the same target is written again.
  */
 #ifndef DT_BASE_REPLACE_FILE_H

@@ -244,7 +244,8 @@ static dt_status read_lanes(const reader *r, int32_t field, const json_t *value,
 
 /* One list of numbers for each KV head, all of the same length; they become the settings' own. */
 static dt_status read_weights(const reader *r, int32_t field, const json_t *value, dt_eviction_request *request) {
-    static const char what[] = "must be a list with a list of numbers for each KV head, as ./deeptutor-eval calibrate writes it";
+    static const char what[] =
+        "must be a list with a list of numbers, of -1e6 to 1e6, for each KV head, as ./deeptutor-eval calibrate writes it";
     const size_t n_lanes = json_array_size(value), n = json_array_size(json_array_get(value, 0));
     if (n_lanes < 1 || n_lanes > MAX_LANES || n < 1 || n > MAX_WEIGHTS) {
         return fail_at(r, field, "weights", "%s", what);

@@ -11,6 +11,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 char *dt_eviction_learned_path(const char *model_path) {
     static const char ending[] = ".gguf", learned[] = ".tlc.json";
@@ -25,11 +27,8 @@ char *dt_eviction_learned_path(const char *model_path) {
 }
 
 static bool is_there(const char *path) {
-    FILE *file = path != NULL ? fopen(path, "rb") : NULL;
-    if (file != NULL) {
-        fclose(file);
-    }
-    return file != NULL;
+    struct stat info;
+    return path != NULL && stat(path, &info) == 0 && S_ISREG(info.st_mode) && access(path, R_OK) == 0;
 }
 
 static bool has_all_weights(const dt_eviction *learned, const int32_t *windows) {

@@ -548,7 +548,7 @@ static const char *advice(const dt_session *s) {
     return may_evict(s)
                ? "give a smaller max_cache_size for every layer, so that the conversation can go on past it, or raise the context "
                  "length where the model can follow"
-               : "shorten the text, or raise the context length where the model can follow";
+               : "shorten the text, let layers evict (--cache-eviction), or raise the context length where the model can follow";
 }
 
 static dt_status fail_too_long(const dt_session *s, size_t n, int32_t most, dt_error *error) {
