@@ -550,7 +550,8 @@ static void test_weights(void **state) {
         snprintf(config, sizeof config, "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 512, \"weights\": %s}}",
                  wrong[i]);
         require_error(2, config,
-                      "e.json:1: \"0\", \"weights\": must be a list with a list of numbers for each KV head, as ./deeptutor-eval "
+                      "e.json:1: \"0\", \"weights\": must be a list with a list of numbers, of -1e6 to 1e6, for each KV head, as "
+                      "./deeptutor-eval "
                       "calibrate writes it");
     }
 }
