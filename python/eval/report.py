@@ -278,7 +278,6 @@ def main(argv=None):
     except BadResult as error:
         fail(error)
     make_report(args.output, args.title, results, page, plots)
-    print(f"{args.output} is written", file=sys.stderr)
 
 
 if __name__ == "__main__":

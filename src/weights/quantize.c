@@ -160,15 +160,6 @@ static struct llama_model_tensor_override *keep_quantized(const dt_gguf *gguf, c
     return keep;
 }
 
-/* Whether a matrix is there whose numbers are whole ones still. */
-static bool has_something_to_do(const dt_gguf *gguf) {
-    bool any = false;
-    for (int64_t i = 0; i < gguf->n_tensors; i++) {
-        any = any || (gguf->tensors[i].ne[1] > 1 && !ggml_is_quantized(gguf->tensors[i].type));
-    }
-    return any;
-}
-
 /* Why it went wrong, from what libllama said and what the system says. */
 static dt_status tell_failure(const dt_quantize_params *params, const char *temporary, listener *l, dt_error *error) {
     struct statvfs disk;
@@ -252,13 +243,6 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
     dt_status status = dt_gguf_open(params->input, &gguf, error);
     if (status == DT_OK) {
         status = check_input(gguf, error);
-    }
-    if (status == DT_OK && !has_something_to_do(gguf)) {
-        status =
-            dt_fail(error, DT_ERR_ARGUMENT,
-                    "every matrix of %s is quantized already and would stay as it is; give the F16, BF16 or F32 file that it was "
-                    "made from",
-                    params->input);
     }
     const size_t capacity = strlen(params->output) + sizeof ".part";
     char *temporary = status == DT_OK ? malloc(capacity) : NULL;
