@@ -139,7 +139,7 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error);
 
 typedef struct dt_quantize_params {
     const char *input;  /* GGUF file, or the first of a split set */
-    const char *output; /* written as OUTPUT.part, renamed when it is whole */
+    const char *output; /* written as OUTPUT.part, renamed when it is whole; a file of that name must be what a killed run left */
     const char *type;   /* "Q4_K_M", any case; dt_quantize_type lists them */
     int32_t n_threads;  /* <= 0: as many as there are processors */
     /* May be NULL. Called after each tensor. */

@@ -151,6 +151,35 @@ def test_only_files_are_replaced(tmp_path):
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    if not os.environ.get("DT_MAKE_MODEL"):
+        pytest.skip("DT_MAKE_MODEL names no program")
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    subprocess.run([os.environ["DT_MAKE_MODEL"], str(path), "--layers", "1", "--embd", "64", "--heads", "2", "--kv-heads", "2",
+                    "--head-dim", "32", "--ff", "64", "--vocab", "320", "--type", "f16"], check=True, timeout=60)
+    return path
+
+
+@pytest.mark.parametrize("content", [b"half download\n", b"GGUF\x03\0\0\0 half a model", b"\0" * 200 + b"text"],
+                         ids=["text", "model", "zeros"])
+def test_a_part_of_the_users_own_stays(tiny, tmp_path, content):
+    """Browsers name what they are still fetching so."""
+    part = tmp_path / "out.gguf.part"
+    part.write_bytes(content)
+    result = quantize(tiny, tmp_path / "out.gguf", "Q8_0")
+    assert result.returncode == 1 and f"{part} is there already" in result.stderr and result.stderr.count("\n") == 1
+    assert part.read_bytes() == content and [p.name for p in tmp_path.iterdir()] == ["out.gguf.part"]
+
+
+def test_what_a_killed_run_leaves_is_taken_over(tiny, tmp_path):
+    part = tmp_path / "out.gguf.part"
+    for content in (b"", b"\0" * 5000 + b"weights"):
+        part.write_bytes(content)
+        assert quantize(tiny, tmp_path / "out.gguf", "Q8_0").returncode == 0
+        assert [p.name for p in tmp_path.iterdir()] == ["out.gguf"]
+
+
 def test_help_and_list():
     assert quantize("--help").returncode == 0 and "Q4_K_M" in quantize("--list").stdout.split()
     assert quantize("--version").stdout.startswith("DeepTutor ")

@@ -199,15 +199,37 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
     return result == 0 ? DT_OK : tell_failure(params, temporary, &l, error);
 }
 
+/* Whether the file is empty or begins as what a killed run leaves: libllama writes zeros where the metadata goes, and the metadata
+ * last. A download of a model, which a browser may give the same name, begins with "GGUF". */
+static bool is_left_over(int file) {
+    char head[256];
+    const ssize_t n = pread(file, head, sizeof head, 0);
+    for (ssize_t i = 0; i < n; i++) {
+        if (head[i] != 0) {
+            return false;
+        }
+    }
+    return n >= 0;
+}
+
 /* Opens the file in the making and locks it: two runs for one output would write into each other. libllama opens it by name again. */
 static dt_status begin_output(const dt_quantize_params *params, const char *temporary, int *out_file, dt_error *error) {
     bool locked;
-    *out_file = dt_open_locked(temporary, O_RDWR | O_CREAT, &locked);
-    if (*out_file < 0 && errno == EWOULDBLOCK) {
+    const int file = dt_open_locked(temporary, O_RDWR | O_CREAT, &locked);
+    if (file < 0 && errno == EWOULDBLOCK) {
         return dt_fail(error, DT_ERR_IO, "another process is writing %s; wait until it ends, or give the output another name",
                        params->output);
     }
-    return *out_file >= 0 ? DT_OK : dt_fail(error, DT_ERR_IO, "%s can't be written: %s", temporary, strerror(errno));
+    if (file < 0) {
+        return dt_fail(error, DT_ERR_IO, "%s can't be written: %s", temporary, strerror(errno));
+    }
+    if (!is_left_over(file)) {
+        close(file);
+        return dt_fail(error, DT_ERR_IO,
+                       "%s is there already and is no half-written model; rename it, or give the output another name", temporary);
+    }
+    *out_file = file;
+    return DT_OK;
 }
 
 /* The file in the making, whole, to the disk and under its name. */
