@@ -14,9 +14,16 @@
 #include <unistd.h>
 
 static char temporary[4096];
+static volatile int owns_temporary; /* else it is what another run writes, or the user's */
+
+static void remove_temporary(void) {
+    if (owns_temporary) {
+        unlink(temporary);
+    }
+}
 
 static void on_stop(int signal_number) {
-    unlink(temporary);
+    remove_temporary();
     _exit(128 + signal_number);
 }
 
@@ -25,7 +32,7 @@ static void on_lost_input(int signal_number) {
     (void)signal_number;
     const ssize_t written = write(STDERR_FILENO, message, sizeof message - 1);
     (void)written;
-    unlink(temporary);
+    remove_temporary();
     _exit(1);
 }
 
@@ -110,7 +117,8 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
 
 int main(int argc, char **argv) {
     const double started = dt_seconds_now();
-    dt_quantize_params params = {.progress = isatty(STDERR_FILENO) ? show_progress : NULL, .progress_user = (void *)&started};
+    dt_quantize_params params = {
+        .progress = isatty(STDERR_FILENO) ? show_progress : NULL, .progress_user = (void *)&started, .owns_part = &owns_temporary};
     const int exit_code = parse(argc, argv, &params);
     if (exit_code >= 0) {
         return exit_code;

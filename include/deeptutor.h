@@ -145,6 +145,9 @@ typedef struct dt_quantize_params {
     /* May be NULL. Called after each tensor. */
     void (*progress)(int64_t n_done, int64_t n_tensors, void *user);
     void *progress_user;
+    /* May be NULL. 1 while OUTPUT.part is this call's, so that a signal handler that ends the process may remove it; else 0: it is
+     * nobody's, another process's or the user's. */
+    volatile int *owns_part;
 } dt_quantize_params;
 
 /* The i-th type that dt_quantize knows, NULL past the last. */

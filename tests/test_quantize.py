@@ -123,42 +123,65 @@ def test_no_space(wide, tmp_path):
     assert result.returncode == 1 and "File too large" in result.stderr and not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not os.environ.get("DT_MAKE_MODEL"), reason="DT_MAKE_MODEL names no program")
-def test_stopped(tmp_path):
-    source, out = tmp_path / "source.gguf", tmp_path / "out.gguf"
-    subprocess.run([os.environ["DT_MAKE_MODEL"], str(source), "--layers", "4", "--embd", "1024", "--heads", "8", "--kv-heads", "8",
-                    "--head-dim", "128", "--ff", "4096", "--vocab", "4000", "--type", "f16"], check=True, timeout=300)
-    for stop, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        process = subprocess.Popen([QUANTIZE, str(source), str(out), "Q4_K_M", "-t", "1"], stderr=subprocess.PIPE)
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "out.gguf.part").exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
+def make_model(folder, *sizes):
+    if not os.environ.get("DT_MAKE_MODEL"):
+        pytest.skip("DT_MAKE_MODEL names no program")
+    path = folder / "source.gguf"
+    subprocess.run([os.environ["DT_MAKE_MODEL"], str(path), *map(str, sizes)], check=True, timeout=300)
+    return path
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Seconds of work for one thread."""
+    return make_model(tmp_path_factory.mktemp("large"), "--layers", 4, "--embd", 1024, "--heads", 8, "--kv-heads", 8,
+                      "--head-dim", 128, "--ff", 4096, "--vocab", 4000, "--type", "f16")
+
+
+def start(*args, **more):
+    """A run that writes already: out.gguf.part, in the output's folder, has something in it."""
+    process = subprocess.Popen([QUANTIZE, *map(str, args)], stderr=subprocess.PIPE, **more)
+    part, deadline = args[1].parent / "out.gguf.part", time.monotonic() + 30
+    while not (part.exists() and part.stat().st_size > 0) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return process
+
+
+def test_stopped(large, tmp_path):
+    for stop, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+        process = start(large, tmp_path / "out.gguf", "Q4_K_M", "-t", "1")
         process.send_signal(stop)
         process.communicate(timeout=30)
-        assert process.returncode == code and [p.name for p in tmp_path.iterdir()] == ["source.gguf"]
+        assert process.returncode == code and not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not os.environ.get("DT_MAKE_MODEL"), reason="DT_MAKE_MODEL names no program")
-def test_only_files_are_replaced(tmp_path):
-    source = tmp_path / "source.gguf"
-    subprocess.run([os.environ["DT_MAKE_MODEL"], str(source), "--layers", "1", "--embd", "64", "--heads", "2", "--kv-heads", "2",
-                    "--head-dim", "32", "--ff", "64", "--vocab", "320", "--type", "f16"], check=True, timeout=60)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(source)
-    for name in ("pipe", "link", "."):
-        result = subprocess.run([QUANTIZE, str(source), str(tmp_path / name), "Q8_0"], capture_output=True, text=True, timeout=60)
-        assert result.returncode != 0 and ("no regular file" in result.stderr or "same file" in result.stderr), (name, result)
-    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+def test_stopping_another_run_stops_nothing_here(large, tmp_path):
+    """Whoever doesn't write the file doesn't remove it, wherever the signal meets it."""
+    first = start(large, tmp_path / "out.gguf", "Q4_K_M", "-t", "1")
+    for wait in (0, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05):
+        second = subprocess.Popen([QUANTIZE, str(large), str(tmp_path / "out.gguf"), "Q4_K_M"], stderr=subprocess.PIPE)
+        time.sleep(wait)
+        second.send_signal(signal.SIGTERM)
+        second.communicate(timeout=30)
+        assert (tmp_path / "out.gguf.part").exists() and first.poll() is None
+    first.terminate()
+    first.communicate(timeout=30)
+    assert first.returncode == 143 and not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    if not os.environ.get("DT_MAKE_MODEL"):
-        pytest.skip("DT_MAKE_MODEL names no program")
-    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    subprocess.run([os.environ["DT_MAKE_MODEL"], str(path), "--layers", "1", "--embd", "64", "--heads", "2", "--kv-heads", "2",
-                    "--head-dim", "32", "--ff", "64", "--vocab", "320", "--type", "f16"], check=True, timeout=60)
-    return path
+    return make_model(tmp_path_factory.mktemp("tiny"), "--layers", 1, "--embd", 64, "--heads", 2, "--kv-heads", 2,
+                      "--head-dim", 32, "--ff", 64, "--vocab", 320, "--type", "f16")
+
+
+def test_only_files_are_replaced(tiny, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tiny)
+    for name in ("pipe", "link", "."):
+        result = quantize(tiny, tmp_path / name, "Q8_0")
+        assert result.returncode != 0 and ("no regular file" in result.stderr or "same file" in result.stderr), (name, result)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize("content", [b"half download\n", b"GGUF\x03\0\0\0 half a model", b"\0" * 200 + b"text"],

@@ -199,6 +199,12 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
     return result == 0 ? DT_OK : tell_failure(params, temporary, &l, error);
 }
 
+static void set_owner(const dt_quantize_params *params, int owns) {
+    if (params->owns_part != NULL) {
+        *params->owns_part = owns;
+    }
+}
+
 /* Whether the file is empty or begins as what a killed run leaves: libllama writes zeros where the metadata goes, and the metadata
  * last. A download of a model, which a browser may give the same name, begins with "GGUF". */
 static bool is_left_over(int file) {
@@ -228,13 +234,17 @@ static dt_status begin_output(const dt_quantize_params *params, const char *temp
         return dt_fail(error, DT_ERR_IO,
                        "%s is there already and is no half-written model; rename it, or give the output another name", temporary);
     }
+    set_owner(params, 1);
     *out_file = file;
     return DT_OK;
 }
 
 /* The file in the making, whole, to the disk and under its name. */
 static dt_status end_output(const dt_quantize_params *params, const char *temporary, int file, dt_error *error) {
-    if (fsync(file) != 0 || rename(temporary, params->output) != 0) {
+    bool done = fsync(file) == 0;
+    set_owner(params, 0); /* once renamed, the name is anybody's */
+    done = done && rename(temporary, params->output) == 0;
+    if (!done) {
         return dt_fail(error, DT_ERR_IO, "%s can't be written: %s", params->output, strerror(errno));
     }
     return DT_OK;
@@ -285,6 +295,7 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
             status = end_output(params, temporary, file, error);
         }
         if (file >= 0) {
+            set_owner(params, 0);
             if (status != DT_OK) {
                 remove(temporary); /* locked: it is this run's */
             }
