@@ -90,9 +90,10 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
         }
         if (strcmp(word, "-t") == 0 || strcmp(word, "--threads") == 0) {
             char *end = NULL;
-            const long n = i + 1 < argc ? strtol(argv[++i], &end, 10) : -1;
-            if (end == NULL || *end != 0 || n < 0 || n > 4096) {
-                return bad_usage("-t needs a number of threads", "");
+            const char *number = i + 1 < argc ? argv[++i] : "";
+            const long n = strtol(number, &end, 10);
+            if (number[0] < '0' || number[0] > '9' || *end != 0 || n > 4096) {
+                return bad_usage("-t needs a number of threads, at most 4096", "");
             }
             params->n_threads = (int32_t)n;
         } else if (word[0] == '-') {
@@ -130,7 +131,10 @@ int main(int argc, char **argv) {
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
-    sigaction(SIGHUP, &action, NULL);
+    struct sigaction hang_up;
+    if (sigaction(SIGHUP, NULL, &hang_up) == 0 && hang_up.sa_handler != SIG_IGN) { /* ignored: nohup */
+        sigaction(SIGHUP, &action, NULL);
+    }
     action.sa_handler = on_lost_input; /* libllama maps it */
     sigaction(SIGBUS, &action, NULL);
     action.sa_handler = SIG_IGN;

@@ -86,7 +86,9 @@ def test_convert_needs_the_program(wide, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("args", [["IN", "OUT"], ["IN", "OUT", "Q9"], ["IN", "OUT", "Q4_0", "more"],
-                                  ["IN", "OUT", "Q4_0", "-t", "x"], ["IN", "OUT", "Q4_0", "--what"], ["IN", "IN", "Q4_0"], []])
+                                  ["IN", "OUT", "Q4_0", "-t", "x"], ["IN", "OUT", "Q4_0", "-t", ""],
+                                  ["IN", "OUT", "Q4_0", "-t", " 2"], ["IN", "OUT", "Q4_0", "-t"], ["IN", "OUT", "Q4_0", "-t", "-1"],
+                                  ["IN", "OUT", "Q4_0", "--what"], ["IN", "IN", "Q4_0"], []])
 def test_bad_usage(wide, tmp_path, args):
     places = {"IN": wide[1], "OUT": tmp_path / "out.gguf"}
     result = quantize(*[places.get(word, word) for word in args])
@@ -153,6 +155,17 @@ def test_stopped(large, tmp_path):
         process.send_signal(stop)
         process.communicate(timeout=30)
         assert process.returncode == code and not list(tmp_path.iterdir())
+
+
+def test_nohup(large, tmp_path):
+    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    process = start(large, tmp_path / "out.gguf", "Q4_K_M", "-t", "1", **ignore)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.1)
+    assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 143
 
 
 def test_stopping_another_run_stops_nothing_here(large, tmp_path):
