@@ -18,6 +18,7 @@ from .errors import ConvertError, interpreting, say
 from .families import FAMILIES, find_family
 from .metadata import read_hyperparameters, write_hyperparameters
 from .output import FILE_TYPES, Writer, main_type, plan_tensors
+from .part import check_outfile
 from .special_tokens import SpecialTokens
 from .tokenizer import find_tokenizer, read_vocabulary, write_vocabulary
 
@@ -190,6 +191,7 @@ def convert(arguments):
         say(f"--device {arguments.device}: converting runs on the CPU all the same; it moves numbers and computes nothing")
     writer, n_bytes, outfile, type_name = prepare(arguments, quantize_to, quantizer)
 
+    check_outfile(outfile, arguments.pytorch_model_path)
     outfile.parent.mkdir(parents=True, exist_ok=True)
     bits = 32 if type_name == "F32" else 16
     check_disk(outfile.parent, n_bytes + (quantized_bytes(n_bytes, bits, quantize_to) if quantize_to else 0) + (16 << 20))
