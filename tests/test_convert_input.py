@@ -395,7 +395,7 @@ def test_a_stopped_run_leaves_nothing(tokenizers, tmp_path):
     out = tmp_path / "place" / "out.gguf"
     process = subprocess.Popen([sys.executable, str(HERE.parent / "convert.py"), "--pytorch_model_path", str(made.folder), "-o",
                                 str(out), "--outtype", "bf16"], stderr=subprocess.PIPE)
-    part = out.with_name("out.gguf.part")
+    part = out.with_name("out.gguf.converting.part")
     deadline = time.monotonic() + 60
     while not part.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -5,11 +5,18 @@ DT_QUANTIZE names the quantizer for the tests that need one.
 """
 import os
 import pathlib
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from test_convert import families, run_convert
+from test_convert import HERE, families, hf, run_convert
+import numpy as np  # test_convert skips where it is missing
 from convert.command import main as convert
+from convert.errors import ConvertError
+from convert.part import Part
 
 QUANTIZE = os.environ.get("DT_QUANTIZE", "")
 needs_quantizer = pytest.mark.skipif(not os.access(QUANTIZE, os.X_OK), reason="DT_QUANTIZE names no program")
@@ -18,6 +25,32 @@ needs_quantizer = pytest.mark.skipif(not os.access(QUANTIZE, os.X_OK), reason="D
 @pytest.fixture
 def folder(tokenizers, tmp_path):
     return families.make("llama2", tmp_path / "folder", tokenizers).folder
+
+
+@pytest.fixture
+def large_folder(folder):
+    """Large enough that a run is caught while it writes."""
+    config = {**hf.read_json(folder / "config.json"), "intermediate_size": 300000}
+    hf.write_json(folder / "config.json", config)
+    hf.save_entries(folder, {name: ("F32", shape, bytes(4 * int(np.prod(shape)))) for name, shape in hf.llama_names(config).items()})
+    return folder
+
+
+def start(folder, out, *args, **more):
+    return subprocess.Popen([sys.executable, str(HERE.parent / "convert.py"), "--pytorch_model_path", str(folder), "-o", str(out),
+                             "--outtype", "bf16", *args], stderr=subprocess.PIPE, **more)
+
+
+def wait_for(process, path):
+    deadline = time.monotonic() + 60
+    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert process.poll() is None and path.exists()
+
+
+def converted(folder, out, *args):
+    assert run_convert(folder, out, *args) == 0
+    return out
 
 
 def contents(folder):
@@ -75,3 +108,81 @@ def test_only_files_are_replaced(folder, tmp_path, capsys):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "nowhere").is_symlink() and (tmp_path / "pipe").is_fifo()
     assert target.read_bytes() == b"what was there" and not (tmp_path / "missing").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "nowhere", "pipe", "place", "target.gguf"]
+
+
+# ---- the file in the making ----
+
+ENDINGS = (".converting.part", ".quantizing", ".quantizing.part")
+
+
+def test_downloads_are_no_parts(folder, tmp_path):
+    """Half of a downloaded model under the name that browsers give it: not the converter's."""
+    half = tmp_path / "out.gguf.part"
+    half.write_bytes(b"GGUF and so on")
+    for more in ([], ["--quantize", "Q8_0"]) if os.access(QUANTIZE, os.X_OK) else ([],):
+        assert convert(["--pytorch_model_path", str(folder), "-o", str(tmp_path / "out.gguf"), *more]) == 0
+        assert half.read_bytes() == b"GGUF and so on"
+
+
+@pytest.mark.parametrize("ending", [ENDINGS[0], *(pytest.param(ending, marks=needs_quantizer) for ending in ENDINGS[1:])])
+def test_what_is_no_leftover_stays(folder, tmp_path, capsys, ending):
+    out, there, target = tmp_path / "out.gguf", tmp_path / f"out.gguf{ending}", tmp_path / "target"
+    more = ["--quantize", "Q8_0"] if "quantizing" in ending else []
+    there.write_bytes(b"the user's own")
+    assert f"{there} is there already and is no half-written model" in told(capsys, folder, out, *more)
+    assert there.read_bytes() == b"the user's own"
+    target.write_bytes(b"GGUF")
+    for make in (lambda: there.symlink_to(target), there.mkdir, lambda: os.mkfifo(there)):
+        there.rmdir() if there.is_dir() else there.unlink()
+        make()
+        assert f"{there} is there already" in told(capsys, folder, out, *more)
+        assert os.path.lexists(there) and not out.exists()
+    assert target.read_bytes() == b"GGUF"
+
+
+def test_leftovers_are_cleared(folder, tmp_path):
+    out = tmp_path / "out.gguf"
+    expected = converted(folder, out).read_bytes()
+    for left in (b"", b"GGUF" + bytes(10**6)):
+        (tmp_path / f"out.gguf{ENDINGS[0]}").write_bytes(left)
+        assert converted(folder, out).read_bytes() == expected
+    if os.access(QUANTIZE, os.X_OK):
+        (tmp_path / f"out.gguf{ENDINGS[1]}").write_bytes(b"GGUF")
+        (tmp_path / f"out.gguf{ENDINGS[2]}").write_bytes(bytes(10**6))
+        converted(folder, out, "--quantize", "Q8_0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.gguf"]
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["--quantize", "Q8_0"], marks=needs_quantizer)])
+def test_two_runs_for_one_output(folder, tmp_path, capsys, more):
+    """The second is refused as long as the first works, and does not touch what the first writes."""
+    out = tmp_path / "out.gguf"
+    with Part(out) as part:
+        part.open().close()
+        assert "another process is writing" in told(capsys, folder, out, *more) and part.path.read_bytes() == b""
+    assert not part.path.exists()
+    converted(folder, out, *more)
+
+
+def test_a_part_that_was_replaced_is_not_renamed(tmp_path):
+    out = tmp_path / "out.gguf"
+    out.write_bytes(b"old")
+    with Part(out) as part:
+        part.path.unlink()
+        part.path.write_bytes(b"another's")
+        with pytest.raises(ConvertError, match="removed or replaced by another program"):
+            part.finish(part.path)
+    assert out.read_bytes() == b"old" and part.path.read_bytes() == b"another's"
+
+
+def test_a_run_that_was_paused(large_folder, tmp_path):
+    """The first run is paused while it writes; the second one ends at once, and the first one's file is whole."""
+    out = tmp_path / "out.gguf"
+    first = start(large_folder, out)
+    wait_for(first, out.with_name(out.name + ENDINGS[0]))
+    first.send_signal(signal.SIGSTOP)
+    second = start(large_folder, out)
+    assert "another process is writing" in second.communicate(timeout=300)[1].decode() and second.returncode == 1
+    first.send_signal(signal.SIGCONT)
+    assert first.communicate(timeout=300)[1] is not None and first.returncode == 0
+    assert out.stat().st_size > 10**8 and sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["out.gguf"]

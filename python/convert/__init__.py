@@ -9,7 +9,7 @@
     tokenizer.py    vocabularies: vocabulary.py what one is, sentencepiece_vocabulary.py, byte_level.py and tiktoken_vocabulary.py
                     where it is read from, special_tokens.py start, end and chat template
     output.py       the plan of the output file and its writing
-    part.py         which file may be the output
+    part.py         which file may be the output, and the file in the making
 
 Invariant: everything that can be wrong with the input is found and named before the first byte is written, and the output appears
 under its name only when it is whole.

@@ -18,7 +18,7 @@ from .errors import ConvertError, interpreting, say
 from .families import FAMILIES, find_family
 from .metadata import read_hyperparameters, write_hyperparameters
 from .output import FILE_TYPES, Writer, main_type, plan_tensors
-from .part import check_outfile
+from .part import Part, Quantized, check_outfile
 from .special_tokens import SpecialTokens
 from .tokenizer import find_tokenizer, read_vocabulary, write_vocabulary
 
@@ -110,31 +110,11 @@ def quantized_bytes(n_bytes, float_bits, name):
     return int(n_bytes * bits / float_bits)
 
 
-class _Parts:
-    """Temporary files, removed when the work ends in any way but kill -9."""
-
-    def __init__(self, outfile):
-        self.outfile = outfile
-        self.paths = []
-
-    def path(self, ending):
-        path = self.outfile.with_name(self.outfile.name + ending)
-        self.paths.append(path)
-        return path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for path in self.paths:
-            path.unlink(missing_ok=True)
-
-
-def write_file(writer, path, n_bytes):
+def write_file(writer, part, n_bytes):
     started = time.monotonic()
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc="converting", file=sys.stderr,
-              disable=not sys.stderr.isatty()) as bar:
-        writer.write(path, bar.update)
+    with part.open() as file, tqdm(total=n_bytes, unit="B", unit_scale=True, unit_divisor=1000, desc="converting",
+                                   file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        writer.write(file, part.path, bar.update)
     seconds = max(time.monotonic() - started, 1e-9)
     say(f"converted: {n_bytes / 1e6:.1f} MB in {seconds:.1f} s, {n_bytes / 1e6 / seconds:.0f} MB/s")
 
@@ -195,15 +175,14 @@ def convert(arguments):
     outfile.parent.mkdir(parents=True, exist_ok=True)
     bits = 32 if type_name == "F32" else 16
     check_disk(outfile.parent, n_bytes + (quantized_bytes(n_bytes, bits, quantize_to) if quantize_to else 0) + (16 << 20))
-    with _Parts(outfile) as parts:
-        plain = parts.path(f".{type_name}.part" if quantize_to else ".part")
-        write_file(writer, plain, n_bytes)
+    with Part(outfile) as part:
+        write_file(writer, part, n_bytes)
         if quantize_to:
-            whole = parts.path(".part")
-            run_quantizer(quantizer, plain, whole, quantize_to, arguments.threads)
+            with Quantized(outfile) as quantized:
+                run_quantizer(quantizer, part.path, quantized.path, quantize_to, arguments.threads)
+                part.finish(quantized.path)
         else:
-            whole = plain
-        os.replace(whole, outfile)
+            part.finish(part.path)
     say(f"{outfile}: {outfile.stat().st_size / 1e6:.1f} MB. Run it: ./main -m {outfile} -cnv")
 
 

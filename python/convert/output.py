@@ -12,6 +12,7 @@ from typing import Callable
 import gguf
 import numpy as np
 import yaml  # which gguf brings
+from gguf.gguf_writer import WriterState
 
 from .checkpoint import load_json, shorten
 from .errors import ConvertError, interpreting
@@ -223,14 +224,15 @@ class Writer:
             else:
                 self.writer.add_float32("general.sampling." + key, float(value))
 
-    def write(self, path, progress):
-        """progress(n): called with the bytes that each piece added."""
+    def write(self, file, path, progress):
+        """Into an open, empty file, which is closed; path: what messages call it. progress(n): called with the bytes that each piece
+        added."""
         writer = self.writer
+        writer.fout, writer.state = [file], WriterState.EMPTY  # by name it would open whatever has the name by then
         with interpreting("what the folder tells of the model (config.json, generation_config.json, README.md, tokenizer files)"):
-            writer.write_header_to_file(path=path)
+            writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-        file = writer.fout[0]
         try:
             self._pad(file)
             for tensor in self.planned:
