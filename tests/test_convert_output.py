@@ -1,5 +1,5 @@
-"""Where convert.py writes: no file that the user had is lost, whatever -o names and whoever else writes there; a run that is stopped
-leaves nothing behind.
+"""Where convert.py writes: no file that the user had is lost, whatever -o names and whoever else writes there; a run that is
+stopped leaves nothing behind.
 
 DT_QUANTIZE names the quantizer for the tests that need one.
 """
@@ -32,7 +32,8 @@ def large_folder(folder):
     """Large enough that a run is caught while it writes."""
     config = {**hf.read_json(folder / "config.json"), "intermediate_size": 300000}
     hf.write_json(folder / "config.json", config)
-    hf.save_entries(folder, {name: ("F32", shape, bytes(4 * int(np.prod(shape)))) for name, shape in hf.llama_names(config).items()})
+    shapes = hf.llama_names(config)
+    hf.save_entries(folder, {name: ("F32", shape, bytes(4 * int(np.prod(shape)))) for name, shape in shapes.items()})
     return folder
 
 
@@ -158,6 +159,7 @@ def test_two_runs_for_one_output(folder, tmp_path, capsys, more):
     """The second is refused as long as the first works, and does not touch what the first writes."""
     out = tmp_path / "out.gguf"
     with Part(out) as part:
+        part.begin()
         part.open().close()
         assert "another process is writing" in told(capsys, folder, out, *more) and part.path.read_bytes() == b""
     assert not part.path.exists()
@@ -168,6 +170,7 @@ def test_a_part_that_was_replaced_is_not_renamed(tmp_path):
     out = tmp_path / "out.gguf"
     out.write_bytes(b"old")
     with Part(out) as part:
+        part.begin()
         part.path.unlink()
         part.path.write_bytes(b"another's")
         with pytest.raises(ConvertError, match="removed or replaced by another program"):
@@ -186,3 +189,63 @@ def test_a_run_that_was_paused(large_folder, tmp_path):
     first.send_signal(signal.SIGCONT)
     assert first.communicate(timeout=300)[1] is not None and first.returncode == 0
     assert out.stat().st_size > 10**8 and sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["out.gguf"]
+
+
+# ---- a run that is stopped ----
+
+STOPS = ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129))
+
+
+def ignoring(number):
+    return lambda: signal.signal(number, signal.SIG_IGN)
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
+
+
+@pytest.mark.parametrize("number,code", STOPS)
+def test_stopped_while_converting(large_folder, tmp_path, number, code):
+    process = start(large_folder, tmp_path / "out.gguf")
+    wait_for(process, tmp_path / f"out.gguf{ENDINGS[0]}")
+    process.send_signal(number)
+    text = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == code and text.endswith("stopped; nothing was left behind\n") and files(tmp_path) == []
+
+
+def test_hangup_is_ignored_under_nohup(large_folder, tmp_path):
+    process = start(large_folder, tmp_path / "out.gguf", preexec_fn=ignoring(signal.SIGHUP))
+    wait_for(process, tmp_path / f"out.gguf{ENDINGS[0]}")
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=300)
+    assert process.returncode == 0 and files(tmp_path) == ["out.gguf"]
+
+
+@needs_quantizer
+@pytest.mark.parametrize("whom,number,code", [("converter", signal.SIGTERM, 143), ("converter", signal.SIGHUP, 129),
+                                              ("both", signal.SIGINT, 130), ("quantizer", signal.SIGINT, 130)])
+def test_stopped_while_quantizing(large_folder, tmp_path, whom, number, code):
+    """Ctrl-C reaches both; with SIGINT ignored, as in a script's background, only the quantizer minds it."""
+    more = {"preexec_fn": ignoring(number)} if whom == "quantizer" else {}
+    process = start(large_folder, tmp_path / "out.gguf", "--quantize", "Q4_K_M", "-t", "1", start_new_session=True, **more)
+    wait_for(process, tmp_path / f"out.gguf{ENDINGS[2]}")
+    if whom == "converter":
+        process.send_signal(number)
+    else:
+        os.killpg(process.pid, number)
+    text = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == code and text.endswith("stopped; nothing was left behind\n") and "error" not in text
+    assert files(tmp_path) == []
+
+
+@needs_quantizer
+def test_the_quantizer_is_killed(large_folder, tmp_path):
+    process = start(large_folder, tmp_path / "out.gguf", "--quantize", "Q4_K_M", "-t", "1", start_new_session=True)
+    wait_for(process, tmp_path / f"out.gguf{ENDINGS[2]}")
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        process.kill()
+        pytest.skip("children are read from /proc")
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    text = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == 1 and "quantizing failed" in text and files(tmp_path) == []

@@ -10,6 +10,7 @@
                     where it is read from, special_tokens.py start, end and chat template
     output.py       the plan of the output file and its writing
     part.py         which file may be the output, and the file in the making
+    stopping.py     signals that ask to stop
 
 Invariant: everything that can be wrong with the input is found and named before the first byte is written, and the output appears
 under its name only when it is whole.

@@ -4,7 +4,6 @@ import argparse
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -20,6 +19,7 @@ from .metadata import read_hyperparameters, write_hyperparameters
 from .output import FILE_TYPES, Writer, main_type, plan_tensors
 from .part import Part, Quantized, check_outfile
 from .special_tokens import SpecialTokens
+from .stopping import STOPS, Stopped, caught, held
 from .tokenizer import find_tokenizer, read_vocabulary, write_vocabulary
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -121,8 +121,19 @@ def write_file(writer, part, n_bytes):
 
 def run_quantizer(quantizer, source, target, name, threads):
     command = [quantizer, str(source), str(target), name] + (["-t", str(threads)] if threads > 0 else [])
-    result = subprocess.run(command, check=False)
-    if result.returncode != 0:
+    process = None
+    try:
+        with held():
+            process = subprocess.Popen(command)
+        code = process.wait()
+    except BaseException:
+        if process is not None:
+            process.terminate()  # it removes what it wrote
+            process.wait()
+        raise
+    if -code in STOPS or code - 128 in STOPS:  # Ctrl-C reaches it too, and maybe only it, where this process ignores it
+        raise Stopped(abs(code) % 128)
+    if code != 0:
         raise ConvertError(f"quantizing failed (see above); the command was: {' '.join(command)}")
 
 
@@ -176,9 +187,11 @@ def convert(arguments):
     bits = 32 if type_name == "F32" else 16
     check_disk(outfile.parent, n_bytes + (quantized_bytes(n_bytes, bits, quantize_to) if quantize_to else 0) + (16 << 20))
     with Part(outfile) as part:
+        part.begin()
         write_file(writer, part, n_bytes)
         if quantize_to:
             with Quantized(outfile) as quantized:
+                quantized.begin()
                 run_quantizer(quantizer, part.path, quantized.path, quantize_to, arguments.threads)
                 part.finish(quantized.path)
         else:
@@ -188,16 +201,16 @@ def convert(arguments):
 
 def main(args=None):
     arguments = parse_arguments(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        convert(arguments)
+        with caught():
+            convert(arguments)
     except ConvertError as error:
         say(f"error: {error}")
         return 1
     except OSError as error:
         say(f"error: {error.filename or 'reading or writing'}: {error.strerror or error}")
         return 1
-    except KeyboardInterrupt:
+    except Stopped as stopped:
         say("stopped; nothing was left behind")
-        return 130
+        return 128 + stopped.number
     return 0

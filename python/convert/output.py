@@ -225,8 +225,8 @@ class Writer:
                 self.writer.add_float32("general.sampling." + key, float(value))
 
     def write(self, file, path, progress):
-        """Into an open, empty file, which is closed; path: what messages call it. progress(n): called with the bytes that each piece
-        added."""
+        """Into an open, empty file, which is closed; path: what messages call it. progress(n): called with the bytes that each
+        piece added."""
         writer = self.writer
         writer.fout, writer.state = [file], WriterState.EMPTY  # by name it would open whatever has the name by then
         with interpreting("what the folder tells of the model (config.json, generation_config.json, README.md, tokenizer files)"):

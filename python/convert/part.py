@@ -4,7 +4,8 @@ Two runs for one output would write into each other, so this file is opened with
 src/base/open_locked.c does it, and stays locked until the output is there. OUT.part would be no name of our own: browsers and
 python/fetch_model.py download under it, and half of a downloaded model begins like one that is half converted.
 
-Invariant: nothing that the user has is replaced but an older output; what is written, renamed or removed is the file that is locked.
+Invariant: nothing that the user has is replaced but an older output; what is written, renamed or removed is the file that is
+locked.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import stat
 
 from .checkpoint import find_weights
 from .errors import ConvertError
+from .stopping import held
 
 # How files begin that a killed run left: not written yet; ours; those of deeptutor-quantize, whose header is zeros until the end.
 LEFTOVERS = (b"", b"GGUF", bytes(4))
@@ -40,12 +42,16 @@ def _files_of_model(folder):
 
 
 class Part:
-    """The file in the making: empty, and locked until the end of the `with`, when it is removed if it still has its name."""
+    """The file in the making: from begin() on it is there, empty and locked; the end of the `with` removes it."""
 
     def __init__(self, outfile):
         self.outfile = outfile
         self.path = outfile.with_name(outfile.name + ".converting.part")
-        self.descriptor = _take_over(self.path, outfile, os.O_CREAT)
+        self.descriptor = None
+
+    def begin(self):
+        with held():
+            self.descriptor = _take_over(self.path, self.outfile, os.O_CREAT)
         os.ftruncate(self.descriptor, 0)
 
     def open(self):
@@ -56,36 +62,42 @@ class Part:
         """Gives `whole`, this file or one made of it, the output's name."""
         if not _is_named(self.descriptor, self.path):
             raise ConvertError(f"{self.path} was removed or replaced by another program while it was written; run this again")
-        os.replace(whole, self.outfile)
+        with held():
+            os.replace(whole, self.outfile)
+            self._remove()
+
+    def _remove(self):
+        if self.descriptor is not None:
+            _remove(self.descriptor, self.path)
+            self.descriptor = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        _remove(self.descriptor, self.path)
+        with held():
+            self._remove()
 
 
 class Quantized:
-    """Where deeptutor-quantize writes, and the file in the making that it locks itself. To be used under the lock of a Part; both are
-    removed before and after: what was killed left them."""
+    """Where deeptutor-quantize writes, and the file in the making that it locks itself. To be used under the lock of a Part; both
+    are removed before (begin) and after (the end of the `with`), if a killed run left them."""
 
     def __init__(self, outfile):
         self.outfile = outfile
         self.path = outfile.with_name(outfile.name + ".quantizing")
-        self.paths = (self.path.with_name(self.path.name + ".part"), self.path)
 
-    def clear(self):
-        for path in self.paths:
-            with contextlib.suppress(FileNotFoundError):
+    def begin(self):
+        for path in (self.path.with_name(self.path.name + ".part"), self.path):
+            with held(), contextlib.suppress(FileNotFoundError):
                 _remove(_take_over(path, self.outfile, 0), path)
 
     def __enter__(self):
-        self.clear()
         return self
 
     def __exit__(self, *_):
         with contextlib.suppress(ConvertError):  # another's; the error that is under way says more
-            self.clear()
+            self.begin()
 
 
 def _take_over(path, outfile, flags):
@@ -95,7 +107,7 @@ def _take_over(path, outfile, flags):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
         except OSError as error:
-            raise refusal if error.errno in (errno.ELOOP, errno.EISDIR) else error  # a link, a folder
+            raise refusal if error.errno in (errno.ELOOP, errno.EISDIR) else error from None  # a link, a folder
         try:
             if not _lock(descriptor):
                 raise ConvertError(f"another process is writing {outfile}; wait until it ends, or give the output another name")
