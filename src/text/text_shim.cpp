@@ -549,7 +549,11 @@ static dt_status render_jinja(const dt_vocab *vocab, const std::string &source, 
         message.content = messages[i].content;
         inputs.messages.push_back(message);
     }
-    return hand_out(common_chat_templates_apply(templates.get(), inputs).prompt, out, error);
+    const std::string prompt = common_chat_templates_apply(templates.get(), inputs).prompt;
+    if (common_chat_templates_apply(templates.get(), inputs).prompt != prompt) { // streams leave out what memory was refused for
+        throw std::bad_alloc();
+    }
+    return hand_out(prompt, out, error);
 }
 #endif
 
