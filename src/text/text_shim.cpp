@@ -530,6 +530,11 @@ static dt_status render_builtin(const char *name, const dt_chat_message *message
     if (n < 0) {
         return dt_fail(error, DT_ERR_UNSUPPORTED, "the model's chat template is not among the built-in ones; name one of those");
     }
+    std::vector<char> again(size_t(n) + 1); // its stream leaves out what memory was refused for
+    const int32_t m = llama_chat_apply_template(name, chat.data(), n_messages, add_assistant, again.data(), n + 1);
+    if (m != n || std::memcmp(buffer.data(), again.data(), size_t(n)) != 0) {
+        throw std::bad_alloc();
+    }
     return hand_out(std::string(buffer.data(), size_t(n)), out, error);
 }
 
