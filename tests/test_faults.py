@@ -288,7 +288,7 @@ def test_main_killed_at_any_moment(model, tmp_path):
         with interrupted(command, after, signal.SIGKILL):
             pass
         assert session.exists()
-    (tmp_path / "s.bin.999999999.tmp").write_bytes(b"of a process that is no more")
+    (tmp_path / "s.bin.999999999.deeptutor").write_bytes(b"of a process that is no more")
     living = tmp_path / f"s.bin.{os.getpid()}.tmp"
     living.write_bytes(b"of a process that is there")
     (tmp_path / "s.bin.notes.tmp").write_bytes(b"somebody else's")

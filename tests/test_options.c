@@ -92,7 +92,7 @@ static void test_refusals(void **state) {
     const struct {
         const char *flag, *value, *fragment;
     } cases[] = {
-        {"--temperature", "1", "did you mean --temp?"},
+        {"--temperatur", "1", "did you mean --temp"},
         {"--cache-evicton", NULL, "did you mean --cache-eviction?"},
         {"--stats", "f", "did you mean --stats-json?"},
         {"--draft-max", "4", "there is no flag --draft-max; --help lists all"},
