@@ -64,7 +64,8 @@ struct lane_walk {
     dt_error errors[DT_KV_ROUND_THREADS];
 };
 
-static int32_t threads_of(const dt_workers *workers) { return workers == NULL ? 1 : DT_MIN(workers->n_most, DT_KV_ROUND_THREADS); }
+/* At most so many work; not how many there are, so that what a cache takes doesn't depend on that. */
+static int32_t threads_of(const dt_workers *workers) { return workers == NULL ? 1 : DT_KV_ROUND_THREADS; }
 
 static void walk_thread(void *user, int ith, int nth) {
     lane_walk *walk = user;
