@@ -74,8 +74,7 @@ dt_status dt_file_lock_take(const char *path, dt_file_lock **out, dt_error *erro
     }
     snprintf(lock->path, capacity, "%s.lock", target);
     free(real);
-    const char *wrong = NULL;
-    while (wrong == NULL) {
+    for (;;) {
         lock->descriptor = open(lock->path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
         struct stat info;
         if (lock->descriptor < 0 && lstat(lock->path, &info) != 0) { /* no place for files */
@@ -94,11 +93,10 @@ dt_status dt_file_lock_take(const char *path, dt_file_lock **out, dt_error *erro
             *out = lock;
             return DT_OK;
         }
-        wrong = is_there ? "it holds something else" : NULL;
         close(lock->descriptor);
-    }
-    if (wrong != NULL) {
-        return fail_foreign(lock, wrong, error);
+        if (is_there) {
+            return fail_foreign(lock, "it holds something else", error);
+        }
     }
     const bool taken = errno == EWOULDBLOCK;
     char holder[64];

@@ -136,7 +136,7 @@ static bool predict_lane(dt_session *s, const dt_predict_shape *shape, int32_t l
 }
 
 static bool foretells(const dt_session *s, int32_t layer) {
-    return dt_kv_layer_needs_peak(s->kv, layer) && dt_kv_layer(s->kv, layer)->budget.policy->needs_weights;
+    return dt_kv_layer_needs_peak(s->kv, layer) && dt_budget_needs_weights(&dt_kv_layer(s->kv, layer)->budget);
 }
 
 /* A thread's lanes. */
