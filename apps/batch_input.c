@@ -379,6 +379,7 @@ struct dt_batch_output {
     int file;
     int64_t n_failed; /* of the lines that were there */
     bool settings_differ;
+    bool lacks_end; /* the last line is whole but for its end */
     dt_file_lock *lock;
     json_t *done; /* row's number as text -> its id, null where it had none */
 };
@@ -388,8 +389,63 @@ static const json_t *id_of(const json_t *line) {
     return id != NULL ? id : json_object_get(line, "id");
 }
 
-/* What a killed run left of a line that it was writing: at least it begins like one and does not end like one. */
-static bool is_cut(const lines *l, size_t n) { return !l->has_end && l->why == NULL && memcmp(l->line, "{\"", n < 2 ? n : 2) == 0; }
+/* Behind a value that the file may end in; NULL where none stands that JSON could have. */
+static const char *skip_value(const char *at, const char *end) {
+    const char *const begin = at;
+    bool in_string = false;
+    for (int depth = 0; at < end; at++) {
+        if (in_string ? (unsigned char)*at < 0x20 : *at == 0 || strchr("{}[]\",:+-.0123456789Eaeflnrstu", *at) == NULL) {
+            return NULL;
+        }
+        if (in_string && *at == '\\' && at + 1 < end) {
+            at++;
+        } else if (*at == '"') {
+            in_string = !in_string;
+        } else if (!in_string && depth == 0 && strchr(",}]:", *at) != NULL) {
+            return at > begin ? at : NULL;
+        } else if (!in_string) {
+            depth += strchr("{[", *at) != NULL ? 1 : strchr("}]", *at) != NULL ? -1 : 0;
+        }
+    }
+    return end;
+}
+
+/* Whether text[n] is an object with these keys in this order and no space between them, or the beginning of one. */
+static bool begins_as(const char *const *keys, const char *text, size_t n) {
+    const char *at = text, *const end = text + n;
+    for (const char *const *key = keys; *key != NULL; key++) {
+        char head[32];
+        const size_t n_head = (size_t)snprintf(head, sizeof head, "%c\"%s\":", key == keys ? '{' : ',', *key);
+        const size_t left = (size_t)(end - at);
+        if (memcmp(at, head, left < n_head ? left : n_head) != 0) {
+            return false;
+        }
+        at = left < n_head ? end : skip_value(at + n_head, end);
+        if (at == NULL || at == end) {
+            return at != NULL;
+        }
+        if (strcmp(*key, "line") == 0 && end - at == 1 && *at == '}') { /* ray_batch.py writes no settings */
+            return true;
+        }
+    }
+    return end - at == 1 && *at == '}';
+}
+
+/* Whether text[n] is a line as batch.c makes them, or the beginning of one: what lies behind the last line's end was written by a run
+ * that was killed meanwhile, and not by somebody else. Stricter than for a line with its end, since what is cut is removed. */
+static bool begins_result(const char *text, size_t n) {
+    static const char *const forms[][8] = {{"id", "text", "finish_reason", "usage", "line", "settings"},
+                                           {"id", "text", "finish_reason", "usage", "eviction", "line", "settings"},
+                                           {"id", "error", "line", "settings"},
+                                           {"id", "custom_id", "response", "error", "line", "settings"},
+                                           {"custom_id", "response", "error", "line", "settings"}};
+    for (size_t i = 0; i < sizeof forms / sizeof forms[0]; i++) {
+        if (begins_as(forms[i], text, n)) {
+            return true;
+        }
+    }
+    return false;
+}
 
 /* Takes in a line that an earlier run wrote. */
 static dt_status take_done(dt_batch_output *o, const json_t *object, dt_error *error) {
@@ -403,26 +459,34 @@ static dt_status take_done(dt_batch_output *o, const json_t *object, dt_error *e
     return json_object_set_new(o->done, key, id != NULL ? json_deep_copy(id) : json_null()) == 0 ? DT_OK : no_memory(error);
 }
 
+#define ALONE_MIN (sizeof "{\"id\":" - 1) /* bytes of a cut line that tell whose it is where there is no line before it */
+
 /* Takes in what an earlier run wrote. *out_end: where the last whole line ends; what is behind it will be cut off, so that nothing but
- * a line that was cut may be there. */
-static dt_status read_done(dt_batch_output *o, off_t *out_end, dt_error *error) {
+ * a line that was cut may be there. *out_size: bytes read. */
+static dt_status read_done(dt_batch_output *o, off_t *out_end, off_t *out_size, dt_error *error) {
     lines l = {.file = fopen(o->path, "rb")};
     dt_status status = DT_OK;
-    *out_end = 0;
+    *out_end = *out_size = 0;
     if (l.file == NULL) {
         return errno == ENOENT ? DT_OK : fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
-    for (ssize_t n; status == DT_OK && (n = read_line(&l)) >= 0;) {
+    int64_t number = 1;
+    for (ssize_t n; status == DT_OK && (n = read_line(&l)) >= 0; number++) {
         json_error_t where = {.line = 0};
         json_t *object = l.why == NULL && n > 0 ? dt_json_load(l.line, (size_t)n, 0, &where) : NULL;
+        const bool whole = json_is_integer(json_object_get(object, "line")) && id_of(object) != NULL;
+        *out_size = ftello(l.file);
         if (l.why == no_room || json_error_code(&where) == json_error_out_of_memory) {
             status = no_memory(error);
-        } else if (json_is_integer(json_object_get(object, "line"))) {
-            status = l.has_end ? take_done(o, object, error) : DT_OK;
-            *out_end = l.has_end ? ftello(l.file) : *out_end;
-        } else if (object != NULL || !is_cut(&l, (size_t)n)) {
-            status =
-                fail(error, DT_ERR_ARGUMENT, "%s is there already and holds something else; name another file with -o", o->path);
+        } else if (whole && (l.has_end || begins_result(l.line, (size_t)n))) {
+            status = take_done(o, object, error);
+            o->lacks_end = !l.has_end;
+            *out_end = *out_size;
+        } else if (object != NULL || l.has_end || l.why != NULL || !begins_result(l.line, (size_t)n) ||
+                   (number == 1 && (size_t)n < ALONE_MIN)) {
+            status = fail(error, DT_ERR_ARGUMENT,
+                          "%s is there already and holds something else, in line %lld; name another file with -o", o->path,
+                          (long long)number);
         }
         json_decref(object);
     }
@@ -449,6 +513,34 @@ static bool folder_of(const char *path, struct stat *out) {
 
 static bool same_file(const struct stat *a, const struct stat *b) { return a->st_dev == b->st_dev && a->st_ino == b->st_ino; }
 
+static dt_status write_all(dt_batch_output *o, const char *text, size_t n, dt_error *error) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t written = write(o->file, text + done, n - done);
+        if (written < 0 && errno != EINTR) {
+            return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+        }
+        done += written > 0 ? (size_t)written : 0;
+    }
+    return DT_OK;
+}
+
+/* Opens it for writing behind what read_done took in. */
+static dt_status open_behind(dt_batch_output *o, off_t end, off_t size, dt_error *error) {
+    struct stat info;
+    o->file = open(o->path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (o->file < 0 || fstat(o->file, &info) != 0) {
+        return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+    }
+    if (S_ISREG(info.st_mode) && info.st_size != size) {
+        return fail(error, DT_ERR_ARGUMENT, "%s was written to by something else while it was read; end that, or name another file",
+                    o->path);
+    }
+    if (size > end && ftruncate(o->file, end) != 0) {
+        return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+    }
+    return o->lacks_end ? write_all(o, "\n", 1, error) : DT_OK;
+}
+
 dt_status dt_batch_output_open(const char *path, const char *input_path, const char *settings, dt_batch_output **out,
                                dt_error *error) {
     struct stat in, there, folder;
@@ -461,21 +553,16 @@ dt_status dt_batch_output_open(const char *path, const char *input_path, const c
         return no_memory(error);
     }
     *o = (dt_batch_output){.path = path, .settings = settings, .file = -1, .done = json_object()};
-    off_t end = 0;
+    off_t end = 0, size = 0;
     dt_status status = DT_OK;
     if (stat(path, &there) != 0 || S_ISREG(there.st_mode)) { /* two that go on from the same lines would write each row twice */
         status = dt_file_lock_take(path, &o->lock, error);
     }
     if (status == DT_OK) {
-        status = read_done(o, &end, error);
+        status = read_done(o, &end, &size, error);
     }
     if (status == DT_OK) {
-        o->file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-        struct stat info;
-        if (o->file < 0 || fstat(o->file, &info) != 0 ||
-            (S_ISREG(info.st_mode) && info.st_size > end && ftruncate(o->file, end) != 0)) {
-            status = fail(error, DT_ERR_IO, "%s can't be written: %s", path, strerror(errno));
-        }
+        status = open_behind(o, end, size, error);
     }
     if (status != DT_OK) {
         dt_batch_output_close(o);
@@ -524,14 +611,7 @@ dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, jso
     }
     const size_t n = strlen(text) + 1;
     text[n - 1] = '\n'; /* in place of the terminator: the line goes out in one write */
-    for (size_t done = 0; done < n;) {
-        const ssize_t written = write(o->file, text + done, n - done);
-        if (written < 0 && errno != EINTR) {
-            free(text);
-            return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
-        }
-        done += written > 0 ? (size_t)written : 0;
-    }
+    const dt_status status = write_all(o, text, n, error);
     free(text);
-    return DT_OK;
+    return status;
 }

@@ -220,16 +220,37 @@ def test_results_that_are_none(model, tmp_path):
     """A file that holds something else stays as it is, with or without a line's end, on one line or on many."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"id": 1, "prompt": "Hello"}))
-    for text in ("notes", "notes\n", '{"a": 1}', '{"a": 1}\n', '{\n  "a": 1\n}\n', "\n", "x" * (65 << 20), "[]"):
+    for text in ("notes", "notes\n", '{"a": 1}', '{"a": 1}\n', '{\n  "a": 1\n}\n', "\n", "x" * (65 << 20), "[]", "{", '{"id"',
+                 '{"weights": NaN, "note": "my own data"}', '{"a": 1} {"b": 2}', '{"line": 1, "id": 1}', '{"level":"info","line":1}\n',
+                 '{"id": 1, "text": "a', '{"id":1,"prompt":"a', '{"id":1,"text":"a"}', '{"id":NaN,"text":"a', '{"id":1,"text":"a"} {"b',
+                 '{"id":1,"text":"a","finish_reason":"stop","usage":{},"line":1,"settings":"a"} ', '{"id":1,"error":"a\tb',
+                 '{"id":1,"text":"a","line":1'):
         target.write_text(text)
-        assert "holds something else" in batch(model, source, target, code=2)
+        assert "holds something else, in line 1" in batch(model, source, target, code=2), text
         assert target.read_text() == text
-    batch(model, source, tmp_path / "whole.jsonl")
-    whole = (tmp_path / "whole.jsonl").read_text()
-    for n in (0, 1, 2, 20, len(whole) - 1):
-        target.write_text(whole[:n])
-        batch(model, source, target)
-        assert target.read_text() == whole
+
+
+def test_lines_that_were_cut(model, tmp_path):
+    """At whatever byte, alone (from its first key on) or behind another; a whole line whose end alone is gone keeps what it says."""
+    source, target, plain = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    for row in ({"id": 1, "prompt": "Hello"}, {"id": [{"\\\"": "\u00e9"}], "prompt": 5}, openai_row("a", "Hello"), openai_row("b", 5)):
+        source.write_text(json.dumps(row))
+        batch(model, source, plain)
+        whole = plain.read_bytes()
+        plain.unlink()
+        first = b'{"id":0,"error":"no","line":7}\n'
+        for before, begin in ((b"", 6), (first, 0)):
+            for n in {*range(begin, 14), *range(14, len(whole), len(whole) // 8), len(whole) - 2}:
+                target.write_bytes(before + whole[:n])
+                batch(model, source, target)
+                line, again = json.loads(whole), lines(target)
+                for each in (line, again[1]) if line.get("response") else ():
+                    del each["id"], each["response"]["request_id"], each["response"]["body"]["id"], each["response"]["body"]["created"]
+                assert again[1] == line and len(again) == 1 + bool(before) and target.read_bytes().startswith(before)
+        kept = whole.replace(b"}\n", b"}")
+        target.write_bytes(kept)
+        assert "1 done before" in batch(model, source, target)
+        assert target.read_bytes() == kept + b"\n"
 
 
 def test_files_that_ray_batch_refuses(model, tmp_path):
