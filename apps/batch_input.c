@@ -156,6 +156,10 @@ dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_
                                  : "%s is a folder; say what to do with each of its texts: --each \"Summarize: {text}\"",
                     path);
     }
+    if (each == NULL && !S_ISREG(info.st_mode)) {
+        return fail(error, DT_ERR_ARGUMENT, "%s is no regular file: jobs are read twice, to count them first; name a file with -i",
+                    path);
+    }
     dt_batch_input *in = calloc(1, sizeof *in);
     if (in == NULL) {
         return no_memory(error);
@@ -531,7 +535,7 @@ static dt_status open_behind(dt_batch_output *o, off_t end, off_t size, dt_error
     if (o->file < 0 || fstat(o->file, &info) != 0) {
         return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
     }
-    if (S_ISREG(info.st_mode) && info.st_size != size) {
+    if (info.st_size != size) {
         return fail(error, DT_ERR_ARGUMENT, "%s was written to by something else while it was read; end that, or name another file",
                     o->path);
     }
@@ -544,6 +548,12 @@ static dt_status open_behind(dt_batch_output *o, off_t end, off_t size, dt_error
 dt_status dt_batch_output_open(const char *path, const char *input_path, const char *settings, dt_batch_output **out,
                                dt_error *error) {
     struct stat in, there, folder;
+    if (stat(path, &there) == 0 && !S_ISREG(there.st_mode)) {
+        return fail(error, DT_ERR_ARGUMENT,
+                    "%s is no regular file: results are written to a file, from which a run that was broken off goes on; name one "
+                    "with -o",
+                    path);
+    }
     if (stat(input_path, &in) == 0 && ((stat(path, &there) == 0 && same_file(&in, &there)) ||
                                        (S_ISDIR(in.st_mode) && folder_of(path, &folder) && same_file(&in, &folder)))) {
         return fail(error, DT_ERR_ARGUMENT, "-o names the input, or a file in it; the results need a place of their own");
@@ -554,10 +564,8 @@ dt_status dt_batch_output_open(const char *path, const char *input_path, const c
     }
     *o = (dt_batch_output){.path = path, .settings = settings, .file = -1, .done = json_object()};
     off_t end = 0, size = 0;
-    dt_status status = DT_OK;
-    if (stat(path, &there) != 0 || S_ISREG(there.st_mode)) { /* two that go on from the same lines would write each row twice */
-        status = dt_file_lock_take(path, &o->lock, error);
-    }
+    /* two that go on from the same lines would write each row twice */
+    dt_status status = dt_file_lock_take(path, &o->lock, error);
     if (status == DT_OK) {
         status = read_done(o, &end, &size, error);
     }

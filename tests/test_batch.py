@@ -305,6 +305,18 @@ def test_interrupted(model, tmp_path):
     assert all(row.get("text") for row in lines(target).values())
 
 
+def test_what_is_no_file(model, tmp_path):
+    """Refused before anything is read from it or waits for it: pipes, devices, folders, on either side."""
+    source, target, pipe = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "pipe"
+    source.write_text(json.dumps({"id": 1, "prompt": "x"}))
+    os.mkfifo(pipe)
+    for place in (pipe, "/dev/full", "/dev/null", "/dev/stdout", tmp_path):
+        assert f"{place} is no regular file: results are written" in batch(model, source, place, code=2)
+    for place in (pipe, "/dev/zero", "/dev/null"):
+        assert f"{place} is no regular file: jobs are read twice" in batch(model, place, target, code=2)
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "pipe"]
+
+
 def test_refused(model, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"id": 1, "prompt": "x"}) + "\n")
