@@ -370,7 +370,7 @@ static dt_status run_rows(batch *b, dt_error *error) {
         }
         show_progress(b);
     }
-    return status;
+    return status == DT_OK && b->at_end && !dt_interrupted ? dt_batch_input_check(b->input, error) : status;
 }
 
 /* The scheduler stops, and what was done by then gets its line. */
@@ -378,6 +378,9 @@ static int finish(batch *b, dt_status status, dt_error *error) {
     dt_scheduler_stop(b->api.scheduler, 0);
     if (status == DT_OK) {
         status = write_done(b, error);
+    }
+    if (status == DT_OK) {
+        status = dt_batch_output_sync(b->output, error);
     }
     for (size_t i = 0; i < b->n_underway; i++) {
         free_work(&b->underway[i]);

@@ -91,8 +91,12 @@ struct dt_batch_input {
     const char *path, *each;
     bool chat;
     int64_t n_rows, number;
-    lines lines;  /* no file: a folder */
-    char **names; /* [n_names] of the folder's files, sorted */
+    int64_t n_read; /* rows given out */
+    off_t size;     /* bytes, when they were counted */
+    bool cut;       /* they are fewer now */
+    int reason;     /* errno of reading, or 0 */
+    lines lines;    /* no file: a folder */
+    char **names;   /* [n_names] of the folder's files, sorted */
     size_t n_names;
     json_t *seen; /* id -> its row's number */
 };
@@ -139,6 +143,7 @@ static dt_status count_lines(dt_batch_input *in, dt_error *error) {
     for (ssize_t n; (n = read_line(l)) >= 0;) {
         in->n_rows += l->why == NULL && is_blank(l->line, (size_t)n) ? 0 : 1;
     }
+    in->size = ftello(l->file);
     if (ferror(l->file) || fseek(l->file, 0, SEEK_SET) != 0) {
         return fail(error, DT_ERR_IO, "%s can't be read twice: %s; give a regular file", in->path, strerror(errno));
     }
@@ -272,20 +277,37 @@ static void parse_line(dt_batch_input *in, const char *line, size_t n, dt_batch_
 
 static bool next_line(dt_batch_input *in, dt_batch_row *row) {
     lines *l = &in->lines;
-    for (ssize_t n; (n = read_line(l)) >= 0;) {
+    ssize_t n;
+    do {
+        n = read_line(l);
+        in->reason = ferror(l->file) ? errno : 0;
+        in->cut = !l->has_end && (ftello(l->file) < in->size || (n < 0 && in->n_read < in->n_rows));
+        if (n < 0 || in->cut || in->reason != 0) { /* a row that was cut is none that could be refused */
+            return false;
+        }
         in->number++;
-        if (l->why == NULL && is_blank(l->line, (size_t)n)) {
-            continue;
-        }
-        *row = (dt_batch_row){.number = in->number};
-        if (l->why != NULL) {
-            refuse(row, "the row has %zd bytes, and %s; at most %zu are taken", n, l->why, ROW_BYTES_MAX);
-        } else {
-            parse_line(in, l->line, (size_t)n, row);
-        }
-        return true;
+    } while (l->why == NULL && is_blank(l->line, (size_t)n));
+    in->n_read++;
+    *row = (dt_batch_row){.number = in->number};
+    if (l->why != NULL) {
+        refuse(row, "the row has %zd bytes, and %s; at most %zu are taken", n, l->why, ROW_BYTES_MAX);
+    } else {
+        parse_line(in, l->line, (size_t)n, row);
     }
-    return false;
+    return true;
+}
+
+dt_status dt_batch_input_check(const dt_batch_input *in, dt_error *error) {
+    if (in->reason != 0) {
+        return fail(error, DT_ERR_IO, "%s can't be read to its end: %s", in->path, strerror(in->reason));
+    }
+    if (in->cut) {
+        return fail(
+            error, DT_ERR_IO,
+            "%s was cut short while it was read: %lld of its %lld rows were there; with all of them, the same command goes on",
+            in->path, (long long)in->n_read, (long long)in->n_rows);
+    }
+    return DT_OK;
 }
 
 /* The instruction with the text in its place. free(). */
@@ -384,6 +406,7 @@ struct dt_batch_output {
     int64_t n_failed; /* of the lines that were there */
     bool settings_differ;
     bool lacks_end; /* the last line is whole but for its end */
+    off_t size;     /* bytes that it has to have */
     dt_file_lock *lock;
     json_t *done; /* row's number as text -> its id, null where it had none */
 };
@@ -524,6 +547,7 @@ static dt_status write_all(dt_batch_output *o, const char *text, size_t n, dt_er
             return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
         }
         done += written > 0 ? (size_t)written : 0;
+        o->size += written > 0 ? written : 0;
     }
     return DT_OK;
 }
@@ -542,6 +566,7 @@ static dt_status open_behind(dt_batch_output *o, off_t end, off_t size, dt_error
     if (size > end && ftruncate(o->file, end) != 0) {
         return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
     }
+    o->size = end;
     return o->lacks_end ? write_all(o, "\n", 1, error) : DT_OK;
 }
 
@@ -607,6 +632,32 @@ dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row,
     return DT_OK;
 }
 
+static dt_status check_kept(const dt_batch_output *o, dt_error *error) {
+    struct stat ours, there;
+    if (fstat(o->file, &ours) != 0) {
+        return fail(error, DT_ERR_IO, "%s can't be looked at: %s", o->path, strerror(errno));
+    }
+    if (stat(o->path, &there) != 0 || !same_file(&ours, &there)) {
+        return fail(error, DT_ERR_IO,
+                    "%s was removed or replaced while results were written to it, and those are no longer there; the same command "
+                    "computes what it lacks",
+                    o->path);
+    }
+    if (ours.st_size != o->size) {
+        return fail(error, DT_ERR_IO,
+                    "%s was %s by something else while results were written to it; the same command computes what it lacks",
+                    o->path, ours.st_size < o->size ? "cut short" : "written to");
+    }
+    return DT_OK;
+}
+
+dt_status dt_batch_output_sync(const dt_batch_output *o, dt_error *error) {
+    if (fsync(o->file) != 0 && errno != EINVAL && errno != EINTR) { /* EINVAL: the place knows of no such thing */
+        return fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+    }
+    return check_kept(o, error);
+}
+
 dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, json_t *object, dt_error *error) {
     if (object != NULL) {
         dt_json_set(&object, "line", json_integer(row->number));
@@ -618,8 +669,9 @@ dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, jso
         return no_memory(error);
     }
     const size_t n = strlen(text) + 1;
-    text[n - 1] = '\n'; /* in place of the terminator: the line goes out in one write */
-    const dt_status status = write_all(o, text, n, error);
+    text[n - 1] = '\n';                      /* in place of the terminator: the line goes out in one write */
+    dt_status status = check_kept(o, error); /* before: what is cut in a line must not get another behind it */
+    status = status == DT_OK ? write_all(o, text, n, error) : status;
     free(text);
     return status;
 }

@@ -32,6 +32,8 @@ void dt_batch_input_close(dt_batch_input *input);
 int64_t dt_batch_input_rows(const dt_batch_input *input);
 /* The next one; false at the end. Its JSON is to be released with dt_batch_row_free. */
 bool dt_batch_input_next(dt_batch_input *input, dt_batch_row *out);
+/* After the last one: whether that was the end. DT_ERR_IO where rows that were counted couldn't be read. */
+dt_status dt_batch_input_check(const dt_batch_input *input, dt_error *error);
 void dt_batch_row_free(dt_batch_row *row);
 
 /* The output file. Lines are written whole, each at once, and none is repeated. */
@@ -47,7 +49,10 @@ dt_status dt_batch_output_has(const dt_batch_output *output, const dt_batch_row 
 /* Of an earlier run's lines: how many hold an error, and whether some were written under other settings. */
 int64_t dt_batch_output_failed(const dt_batch_output *output);
 bool dt_batch_output_settings_differ(const dt_batch_output *output);
-/* Adds "line" and "settings" and writes; takes the object over. */
+/* Adds "line" and "settings" and writes; takes the object over. DT_ERR_IO also where the file was removed, replaced or changed by
+ * something else since. */
 dt_status dt_batch_output_write(dt_batch_output *output, const dt_batch_row *row, json_t *object, dt_error *error);
+/* At the end: whether all that was written is where the file's name leads, and on its disk. */
+dt_status dt_batch_output_sync(const dt_batch_output *output, dt_error *error);
 
 #endif

@@ -43,6 +43,12 @@ def lines(path):
     return {row["line"]: row for row in rows}
 
 
+def wait_for_lines(path, least):
+    until = time.monotonic() + 60
+    while (path.read_bytes().count(b"\n") if path.exists() else 0) < least and time.monotonic() < until:
+        time.sleep(0.005)
+
+
 def openai_row(name, prompt, **body):
     return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions",
             "body": {"messages": [{"role": "user", "content": prompt}], **body}}
@@ -277,9 +283,7 @@ def test_killed_in_between(model, tmp_path):
     source.write_text("".join(json.dumps({"id": i, "prompt": f"Row {i}: " + WORDS, "max_tokens": 30}) + "\n" for i in range(40)))
     for least in (5, 15):
         process = subprocess.Popen(command(model, source, target), stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 60
-        while (target.read_bytes().count(b"\n") if target.exists() else 0) < least and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_for_lines(target, least)
         process.send_signal(signal.SIGKILL)
         process.wait()
         with open(target, "ab") as f:
@@ -292,13 +296,65 @@ def test_killed_in_between(model, tmp_path):
     assert {k: v["text"] for k, v in lines(whole).items()} == {k: v["text"] for k, v in out.items()}
 
 
+@pytest.mark.parametrize("change, sentence", [
+    (lambda path: path.unlink(), "removed or replaced"), (lambda path: path.rename(path.with_name("mine")), "removed or replaced"),
+    (lambda path: path.write_bytes(b""), "cut short"), (lambda path: os.truncate(path, path.stat().st_size - 9), "cut short"),
+    (lambda path: path.open("a").write("note\n"), "written to by something else")])
+def test_results_that_change_meanwhile(model, tmp_path, change, sentence):
+    """Told, with exit code 1, and nothing is written behind a line that was cut; the same command computes what is lacking."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": i, "prompt": f"Row {i}: " + WORDS, "max_tokens": 60}) + "\n" for i in range(60)))
+    process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE, text=True)
+    wait_for_lines(target, 3)
+    process.send_signal(signal.SIGSTOP)
+    change(target)
+    process.send_signal(signal.SIGCONT)
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and sentence in log and log.count("error: ") == 1, log
+    if "written" not in sentence:
+        batch(model, source, target)
+        assert sorted(lines(target)) == list(range(1, 61))
+
+
+def test_results_that_are_removed_at_the_end(model, tmp_path):
+    """With nothing left to write."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"id": 1, "prompt": WORDS, "max_tokens": 1000}) + "\n" + "\n" * (40 << 20))
+    batch(model, source, target)
+    process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE, text=True)
+    until, opened = time.monotonic() + 60, f"/proc/{process.pid}/fd"
+    while time.monotonic() < until and process.poll() is None:
+        if str(target.resolve()) in [os.path.realpath(os.path.join(opened, name)) for name in os.listdir(opened)]:
+            break
+    time.sleep(0.05)  # it has counted the rows, reads what is done, and will read the rows again
+    process.send_signal(signal.SIGSTOP)
+    target.unlink()
+    process.send_signal(signal.SIGCONT)
+    assert "removed or replaced" in process.communicate(timeout=60)[1] and process.returncode == 1
+
+
+@pytest.mark.parametrize("size", [200_000, 200_010, 0])
+def test_rows_that_are_cut_off_meanwhile(model, tmp_path, size):
+    """Rows that were counted and then couldn't be read are an error, and one that was cut is not refused for that."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = "".join(json.dumps({"id": i, "prompt": f"Row {i}"}).ljust(3999) + "\n" for i in range(1, 101))
+    source.write_text(rows)
+    process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE, text=True)
+    wait_for_lines(target, 1)
+    os.truncate(source, size)
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and re.search(r"cut short while it was read: \d+ of its 100 rows", log), log
+    assert not any("error" in row for row in lines(target).values())
+    source.write_text(rows)
+    batch(model, source, target)
+    assert sorted(lines(target)) == list(range(1, 101))
+
+
 def test_interrupted(model, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": i, "prompt": f"Row {i}: " + WORDS, "max_tokens": 60}) + "\n" for i in range(60)))
     process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while (target.read_bytes().count(b"\n") if target.exists() else 0) < 3 and time.monotonic() < until:
-        time.sleep(0.005)
+    wait_for_lines(target, 3)
     process.send_signal(signal.SIGTERM)
     log = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "the same command goes on" in log
