@@ -203,10 +203,10 @@ static void take_own_model(batch *b, json_t *body) {
 /* Reads rows until one is to be computed: the new last of underway. */
 static dt_status take_row(batch *b, dt_error *error) {
     work *w = &b->underway[b->n_underway];
-    while (!b->at_end) {
+    while (!b->at_end && !dt_interrupted) {
         *w = (work){.submitted = false};
         if (!dt_batch_input_next(b->input, &w->row)) {
-            b->at_end = true;
+            b->at_end = !dt_interrupted;
             return DT_OK;
         }
         bool has = false;
@@ -351,7 +351,7 @@ static void summarize(const batch *b) {
 static dt_status run_rows(batch *b, dt_error *error) {
     dt_status status = DT_OK;
     while (status == DT_OK && !dt_interrupted && !(b->at_end && b->n_underway == 0)) {
-        while (status == DT_OK && !b->at_end && b->n_underway < b->n_most) {
+        while (status == DT_OK && !b->at_end && !dt_interrupted && b->n_underway < b->n_most) {
             status = take_row(b, error);
         }
         if (status == DT_OK && !b->warmed) {

@@ -5,6 +5,7 @@
 #include "batch_input.h"
 #include "file_lock.h"
 #include "json_parts.h"
+#include "run.h"
 #include "utf8.h"
 
 #include <dirent.h>
@@ -18,6 +19,7 @@
 #include <unistd.h>
 
 #define ROW_BYTES_MAX ((size_t)64 << 20)
+#define LINE_BYTES_MAX (16 * ROW_BYTES_MAX) /* beyond it, this is no file of lines: nobody waits for a terabyte to end */
 #define PATH_BYTES 4096
 
 static dt_status fail(dt_error *error, dt_status code, const char *format, ...) __attribute__((format(printf, 3, 4)));
@@ -41,6 +43,7 @@ typedef struct lines {
     size_t capacity;
     const char *why; /* it is not there whole: too_long or no_room; NULL: it is */
     bool has_end;    /* false: the file ended in it */
+    bool endless;    /* it has more than LINE_BYTES_MAX, and was left there */
 } lines;
 
 /* Makes room for one more byte of the line. */
@@ -57,9 +60,9 @@ static bool grow_line(lines *l, size_t n) {
     return grown != NULL;
 }
 
-/* Reads a line; returns its bytes, -1 at the end of the file. What is beyond ROW_BYTES_MAX, or what memory has no room for, is read
- * over, and l->why says so. Not getline, which takes as much memory as a file without line ends has bytes, and where there is none
- * ends the file. */
+/* Reads a line; returns its bytes, -1 at the end of the file, or where reading is to end: after a signal, and where l->endless.
+ * What is beyond ROW_BYTES_MAX, or what memory has no room for, is read over, and l->why says so. Not getline, which takes as much
+ * memory as a file without line ends has bytes, and where there is none ends the file. */
 static ssize_t read_line(lines *l) {
     size_t n = 0;
     int c;
@@ -74,8 +77,15 @@ static ssize_t read_line(lines *l) {
             l->line[n] = (char)c;
         }
         n++;
+        l->endless = n > LINE_BYTES_MAX;
+        if (l->endless || (n % 65536 == 0 && dt_interrupted)) {
+            return -1;
+        }
     }
     l->has_end = c != EOF;
+    if (dt_interrupted) {
+        return -1;
+    }
     if (c == EOF && n == 0) {
         return -1;
     }
@@ -83,6 +93,15 @@ static ssize_t read_line(lines *l) {
         n--;
     }
     return (ssize_t)n;
+}
+
+/* Why read_line came to no end of the file. */
+static dt_status reading_ended(const lines *l, const char *path, dt_error *error) {
+    if (l->endless) {
+        return fail(error, DT_ERR_LIMIT, "%s has a line of more than %zu bytes, so it is no file of JSON lines; name another file",
+                    path, LINE_BYTES_MAX);
+    }
+    return fail(error, DT_ERR_CANCELLED, "interrupted while %s was read; the same command begins again", path);
 }
 
 /* ---- input -------------------------------------------------------------------------------------- */
@@ -142,6 +161,9 @@ static dt_status count_lines(dt_batch_input *in, dt_error *error) {
     lines *l = &in->lines;
     for (ssize_t n; (n = read_line(l)) >= 0;) {
         in->n_rows += l->why == NULL && is_blank(l->line, (size_t)n) ? 0 : 1;
+    }
+    if (dt_interrupted || l->endless) {
+        return reading_ended(l, in->path, error);
     }
     in->size = ftello(l->file);
     if (ferror(l->file) || fseek(l->file, 0, SEEK_SET) != 0) {
@@ -281,7 +303,7 @@ static bool next_line(dt_batch_input *in, dt_batch_row *row) {
     do {
         n = read_line(l);
         in->reason = ferror(l->file) ? errno : 0;
-        in->cut = !l->has_end && (ftello(l->file) < in->size || (n < 0 && in->n_read < in->n_rows));
+        in->cut = !l->has_end && !dt_interrupted && (ftello(l->file) < in->size || (n < 0 && in->n_read < in->n_rows));
         if (n < 0 || in->cut || in->reason != 0) { /* a row that was cut is none that could be refused */
             return false;
         }
@@ -458,8 +480,8 @@ static bool begins_as(const char *const *keys, const char *text, size_t n) {
     return end - at == 1 && *at == '}';
 }
 
-/* Whether text[n] is a line as batch.c makes them, or the beginning of one: what lies behind the last line's end was written by a run
- * that was killed meanwhile, and not by somebody else. Stricter than for a line with its end, since what is cut is removed. */
+/* Whether text[n] is a line as batch.c makes them, or the beginning of one: what lies behind the last line's end was written by a
+ * run that was killed meanwhile, and not by somebody else. Stricter than for a line with its end, since what is cut is removed. */
 static bool begins_result(const char *text, size_t n) {
     static const char *const forms[][8] = {{"id", "text", "finish_reason", "usage", "line", "settings"},
                                            {"id", "text", "finish_reason", "usage", "eviction", "line", "settings"},
@@ -488,8 +510,8 @@ static dt_status take_done(dt_batch_output *o, const json_t *object, dt_error *e
 
 #define ALONE_MIN (sizeof "{\"id\":" - 1) /* bytes of a cut line that tell whose it is where there is no line before it */
 
-/* Takes in what an earlier run wrote. *out_end: where the last whole line ends; what is behind it will be cut off, so that nothing but
- * a line that was cut may be there. *out_size: bytes read. */
+/* Takes in what an earlier run wrote. *out_end: where the last whole line ends; what is behind it will be cut off, so that nothing
+ * but a line that was cut may be there. *out_size: bytes read. */
 static dt_status read_done(dt_batch_output *o, off_t *out_end, off_t *out_size, dt_error *error) {
     lines l = {.file = fopen(o->path, "rb")};
     dt_status status = DT_OK;
@@ -517,7 +539,9 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, off_t *out_size, 
         }
         json_decref(object);
     }
-    if (status == DT_OK && ferror(l.file)) {
+    if (status == DT_OK && (dt_interrupted || l.endless)) {
+        status = reading_ended(&l, o->path, error);
+    } else if (status == DT_OK && ferror(l.file)) {
         status = fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
     free(l.line);

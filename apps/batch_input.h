@@ -38,9 +38,9 @@ void dt_batch_row_free(dt_batch_row *row);
 
 /* The output file. Lines are written whole, each at once, and none is repeated. */
 typedef struct dt_batch_output dt_batch_output;
-/* Opens it for going on: a last line that was cut off is removed, where it can be nothing else. Refuses the input itself, by whatever
- * name, and files with something else in them, and leaves them as they are. settings: a word that stands for all that the results
- * depend on, written into each line; it outlives the output. */
+/* Opens it for going on: a last line that was cut off is removed, where it can be nothing else. Refuses the input itself, by
+ * whatever name, and files with something else in them, and leaves them as they are. settings: a word that stands for all that the
+ * results depend on, written into each line; it outlives the output. */
 dt_status dt_batch_output_open(const char *path, const char *input_path, const char *settings, dt_batch_output **out,
                                dt_error *error);
 void dt_batch_output_close(dt_batch_output *output);

@@ -373,6 +373,35 @@ def test_what_is_no_file(model, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "pipe"]
 
 
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_file_of_one_endless_line(model, tmp_path, side):
+    """64 GiB of nothing: Ctrl-C ends reading it at once, and else it ends by itself, long before the file does."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"id": 1, "prompt": "x"}))
+    long = source if side == "input" else target
+    long.touch()
+    os.truncate(long, 1 << 36)
+    process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE, text=True)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    log = process.communicate(timeout=60)[1]
+    assert time.monotonic() - begun < 5 and (process.returncode, "interrupted while" in log) in ((1, True), (-2, False)), log
+    assert "more than 1073741824 bytes" in batch(model, source, target, code=2)
+    assert long.stat().st_size == 1 << 36 and (side == "output" or not target.exists())
+
+
+def test_interrupted_over_rows_that_are_done(model, tmp_path):
+    """Reading rows that have their lines heeds signals too."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("{}\n" * 300_000)
+    process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE, text=True)
+    wait_for_lines(target, 3)
+    process.send_signal(signal.SIGTERM)
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "the same command goes on" in log and 3 <= len(lines(target)) < 300_000, log
+
+
 def test_refused(model, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"id": 1, "prompt": "x"}) + "\n")
