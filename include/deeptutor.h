@@ -141,7 +141,7 @@ typedef struct dt_quantize_params {
     const char *input;  /* GGUF file, or the first of a split set */
     const char *output; /* written as OUTPUT.part, renamed when it is whole; a file of that name must be what a killed run left */
     const char *type;   /* "Q4_K_M", any case; dt_quantize_type lists them */
-    int32_t n_threads;  /* <= 0: as many as there are processors */
+    int32_t n_threads;  /* <= 0: as many as there are processors; fewer are used where so many can't be started */
     /* May be NULL. Called after each tensor. */
     void (*progress)(int64_t n_done, int64_t n_tensors, void *user);
     void *progress_user;

@@ -182,6 +182,22 @@ def test_stopping_another_run_stops_nothing_here(large, tmp_path):
     assert first.returncode == 143 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(not os.path.exists(os.environ.get("DT_FAIL_MEMORY", "")), reason="not Linux, or a sanitizer's tree")
+def test_little_address_space(large, tmp_path):
+    """Where not all threads can be started fewer do it, and where memory runs out that is told; never is the process ended."""
+    import resource
+
+    out, results = tmp_path / "out.gguf", {}
+    for extra in (2, 16, 60, 100, 130, 160, 200, 250, 300, 400, 600):
+        limit = large.stat().st_size + (extra << 20)
+        result = quantize(large, out, "Q8_0", "-t", 16, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+        results[extra] = result.returncode
+        assert result.returncode == 0 or (result.returncode == 1 and "memory" in result.stderr), (extra, result)
+        assert [p.name for p in tmp_path.iterdir()] == (["out.gguf"] if result.returncode == 0 else []), extra
+        out.unlink(missing_ok=True)
+    assert results[2] == 1 and all(results[extra] == 0 for extra in (130, 200, 300, 400, 600)), results
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("tiny"), "--layers", 1, "--embd", 64, "--heads", 2, "--kv-heads", 2,

@@ -13,10 +13,12 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -34,6 +36,7 @@ static const struct {
     {"IQ4_XS", LLAMA_FTYPE_MOSTLY_IQ4_XS}, {"F16", LLAMA_FTYPE_MOSTLY_F16},       {"BF16", LLAMA_FTYPE_MOSTLY_BF16},
     {"F32", LLAMA_FTYPE_ALL_F32},
 };
+#define MAX_BUFFER ((size_t)512 << 20) /* libllama's 8 GiB are more than small machines have */
 #define N_TYPES (sizeof types / sizeof types[0])
 
 const char *dt_quantize_type(size_t i) { return i < N_TYPES ? types[i].name : NULL; }
@@ -168,8 +171,62 @@ static dt_status tell_failure(const dt_quantize_params *params, const char *temp
         return dt_fail(error, DT_ERR_IO, "%s can't be written: %s", params->output, strerror(is_full ? ENOSPC : EFBIG));
     }
     l->last_error[strcspn(l->last_error, "\n")] = 0;
+    if (strstr(l->last_error, "bad_alloc") != NULL || strstr(l->last_error, strerror(ENOMEM)) != NULL ||
+        strstr(l->last_error, strerror(EAGAIN)) != NULL) { /* the last one: of a thread */
+        return dt_fail(error, DT_ERR_MEMORY, "out of memory while %s was quantized; close other programs, or use fewer threads",
+                       params->input);
+    }
     return dt_fail(error, DT_ERR_IO, "%s could not be quantized to %s: %s", params->input, params->type,
                    l->last_error[0] != 0 ? l->last_error : "no reason given");
+}
+
+/* ---- threads ------------------------------------------------------------------------------------ */
+
+static void *wait_for(void *gate) {
+    free(malloc(1)); /* malloc sets something up for each thread, as it will for libllama's */
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+/* Bytes that libllama needs while its threads run: the mapped input, one tensor's buffers and what they grow from, the rest. */
+static size_t room_for(const dt_gguf *gguf) {
+    uint64_t room = (uint64_t)64 << 20, most = 0;
+    for (int32_t i = 0; i < gguf->n_parts; i++) {
+        room += gguf->parts[i].bytes;
+    }
+    for (int64_t i = 0; i < gguf->n_tensors; i++) {
+        const dt_gguf_tensor *t = &gguf->tensors[i];
+        const uint64_t bytes = (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * 2 * sizeof(float);
+        most = bytes > most ? bytes : most;
+    }
+    room += 2 * (most < MAX_BUFFER ? most : MAX_BUFFER);
+    return room < SIZE_MAX ? (size_t)room : SIZE_MAX;
+}
+
+/* How many of n threads libllama may start. Where one can't be started, for a limit on memory or on threads, it ends the process;
+ * with a single one it starts none. So they are started here first, beside the memory that it will need. */
+static int32_t startable_threads(int32_t n, size_t room) {
+    void *held = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    pthread_t *threads = held != MAP_FAILED ? calloc((size_t)n, sizeof *threads) : NULL;
+    int32_t started = 0;
+    if (threads != NULL) {
+        pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+        pthread_mutex_lock(&gate);
+        while (started < n && pthread_create(&threads[started], NULL, wait_for, &gate) == 0) {
+            started++;
+        }
+        pthread_mutex_unlock(&gate);
+        for (int32_t i = 0; i < started; i++) {
+            pthread_join(threads[i], NULL);
+        }
+    }
+    free(threads);
+    if (held != MAP_FAILED) {
+        munmap(held, room);
+    }
+    /* at a limit: half, for others may come to it too */
+    return started == n ? n : started > 3 ? started / 2 : 1;
 }
 
 static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftype ftype, const dt_gguf *gguf, const char *temporary,
@@ -181,10 +238,11 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
         return dt_fail_memory(error, (size_t)gguf->n_tensors * GGML_MAX_NAME, "the names of the tensors");
     }
     struct llama_model_quantize_params quantize = llama_model_quantize_default_params();
-    quantize.nthread = params->n_threads;
+    const int32_t n_threads = params->n_threads > 0 ? params->n_threads : (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+    quantize.nthread = n_threads > 1 ? startable_threads(n_threads, room_for(gguf)) : 1;
     quantize.ftype = ftype;
     quantize.tt_overrides = keep;
-    quantize.max_buf_size = (size_t)512 << 20; /* libllama's 8 GiB are more than small machines have */
+    quantize.max_buf_size = MAX_BUFFER;
 
     listener l = {.params = params};
     errno = 0;
