@@ -210,7 +210,7 @@ def test_stopped_while_converting(large_folder, tmp_path, number, code):
     wait_for(process, tmp_path / f"out.gguf{ENDINGS[0]}")
     process.send_signal(number)
     text = process.communicate(timeout=300)[1].decode()
-    assert process.returncode == code and text.endswith("stopped; nothing was left behind\n") and files(tmp_path) == []
+    assert process.returncode == code and text.endswith("stopped; nothing half-written was left behind\n") and files(tmp_path) == []
 
 
 def test_hangup_is_ignored_under_nohup(large_folder, tmp_path):
@@ -234,7 +234,7 @@ def test_stopped_while_quantizing(large_folder, tmp_path, whom, number, code):
     else:
         os.killpg(process.pid, number)
     text = process.communicate(timeout=300)[1].decode()
-    assert process.returncode == code and text.endswith("stopped; nothing was left behind\n") and "error" not in text
+    assert process.returncode == code and text.endswith("stopped; nothing half-written was left behind\n") and "error" not in text
     assert files(tmp_path) == []
 
 

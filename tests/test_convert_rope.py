@@ -105,6 +105,7 @@ def test_yarn_words_are_written(tokenizers, tmp_path, capsys):
     ("llama2", {"rope_scaling": "yarn"}, "must be an object"),
     ("chatglm2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_ratio"),
     ("gemma3", {"sliding_window_pattern": 4}, "every sixth"),
+    ("gemma3", {"rope_local_base_freq": -1e30}, "rope.freq_base_swa"),
     ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "every fourth"),
 ])
 def test_what_gguf_cannot_say_is_refused(tokenizers, tmp_path, capsys, name, changes, word):

@@ -211,6 +211,6 @@ def main(args=None):
         say(f"error: {error.filename or 'reading or writing'}: {error.strerror or error}")
         return 1
     except Stopped as stopped:
-        say("stopped; nothing was left behind")
+        say("stopped; nothing half-written was left behind")
         return 128 + stopped.number
     return 0

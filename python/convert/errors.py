@@ -5,8 +5,20 @@ import struct
 import sys
 
 
+HEAD, TAIL = 700, 300  # characters of a sentence that are shown where it quotes a value of any length: what is wrong, and what to do
+
+
+def plain(text):
+    """A sentence with what files say in it, as a terminal may have it: no control characters, no page-long values."""
+    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
+
+
 class ConvertError(Exception):
     """Something is wrong with the input. The text says what, and what to do; it is shown without a traceback."""
+
+    def __init__(self, text):
+        super().__init__(plain(text))
 
 
 @contextlib.contextmanager
@@ -26,4 +38,4 @@ def say(text):
 
 
 def warn(text):
-    say("warning: " + text)
+    say("warning: " + plain(text))

@@ -218,8 +218,9 @@ def _check_rope(family, hyper):
     unknown = sorted(set(rope) - ROPE_WORDS)
     if kind != "default" and unknown:
         raise ConvertError(f"config.json: the rope scaling {kind!r} has {', '.join(unknown)}, which is not supported")
-    if kind in ("linear", "yarn", "llama3") and not (isinstance(rope.get("factor"), (int, float)) and rope["factor"] > 0):
-        raise ConvertError(f"config.json: the rope scaling {kind!r} has no factor above zero")
+    if kind in ("linear", "yarn", "llama3") and not (isinstance(rope.get("factor"), (int, float))
+                                                    and _fits_f32(rope["factor"])):
+        raise ConvertError(f"config.json: the rope scaling {kind!r} has no factor above zero that 32 bits can hold")
     for word, usual in (("beta_fast", 32), ("beta_slow", 1)):
         if kind == "yarn" and rope.get(word) not in (None, usual):
             warn(f"the rope scaling has {word} {rope[word]}; it is written, but llama.cpp computes with {usual} all the same")
@@ -257,6 +258,8 @@ def write_hyperparameters(family, hyper, vocab_size, add):
     arch = family.architecture
 
     def put(key, value):
+        if isinstance(value, float) and not _fits_f32(value, zero="yarn" in key):
+            raise ConvertError(f"config.json: {arch}.{key} would be {value!r}, but must be a number above zero that 32 bits can hold")
         if value is not None:
             add(f"{arch}.{key}", value)
 
@@ -281,6 +284,13 @@ def write_hyperparameters(family, hyper, vocab_size, add):
         put("expert_used_count", hyper.experts_used)
         put("expert_feed_forward_length", hyper.expert_ff)
     _write_rope_scaling(hyper.rope, put)
+
+
+def _fits_f32(value, zero=False):
+    """Whether it is a number above zero once llama.cpp has read it. zero: it may be that, or less."""
+    with np.errstate(over="ignore", under="ignore"):
+        kept = np.float32(value)
+    return bool(np.isfinite(kept)) and (kept > 0 or zero)
 
 
 def _write_rope_scaling(rope, put):

@@ -217,7 +217,7 @@ class Writer:
     def _add_sampling(self, settings):
         for key, names in SAMPLING.items():
             value = next((settings[name] for name in names if settings.get(name) is not None), None)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e38:
                 continue
             if key in ("top_k", "penalty_last_n", "mirostat"):
                 self.writer.add_int32("general.sampling." + key, int(value))
