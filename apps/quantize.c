@@ -49,7 +49,8 @@ static double megabytes(const char *path) {
 
 static int usage(FILE *file) {
     fputs("usage: deeptutor-quantize IN.gguf OUT.gguf TYPE [-t THREADS]\n"
-          "Writes a quantized copy of a model; tensors that are quantized already stay as\nthey are.\n\n"
+          "Writes a quantized copy of a model. Tensors that are quantized already stay as\nthey are; where all are, there is "
+          "nothing to do, and that is an error.\n\n"
           "Flags\n"
           "  -t, --threads N   threads (all processors)\n"
           "  --list            print the types, one a line\n"

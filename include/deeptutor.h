@@ -153,8 +153,8 @@ typedef struct dt_quantize_params {
 /* The i-th type that dt_quantize knows, NULL past the last. */
 const char *dt_quantize_type(size_t i);
 /* Writes a quantized copy of a model. Tensors that are quantized already are copied as they are. One call at a time.
- * DT_ERR_ARGUMENT: no such type, or an output that is the input or no regular file; DT_ERR_IO: a file can't be read or written, or
- * libllama failed; DT_ERR_FORMAT, DT_ERR_UNSUPPORTED: as dt_model_open. On failure `output` is what it was. */
+ * DT_ERR_ARGUMENT: no such type, an output that is the input or no regular file, or nothing left to quantize; DT_ERR_IO: a file
+ * can't be read or written, or libllama failed; DT_ERR_FORMAT, DT_ERR_UNSUPPORTED: as dt_model_open. On failure `output` is what it was. */
 dt_status dt_quantize(const dt_quantize_params *params, dt_error *error);
 
 /* ---- text --------------------------------------------------------------------------------------- */

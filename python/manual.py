@@ -44,8 +44,8 @@ your thresholds.""",
         exits=USUAL_EXIT + [("3", "ab: a check failed.")]),
     "deeptutor-quantize": dict(
         title="write a quantized copy of a GGUF model",
-        text="""Tensors that are quantized already stay as they are. The output is written under another name and renamed when it
-is whole.""",
+        text="""Tensors that are quantized already stay as they are; a model of which nothing is left to quantize is
+refused. The output is written under another name and renamed when it is whole.""",
         examples=[("", "deeptutor-quantize model-f16.gguf model.gguf Q4_K_M")], exits=USUAL_EXIT),
     "deeptutor-server": dict(
         title="serve a model by OpenAI's HTTP API, and as a web page",

@@ -113,6 +113,31 @@ static dt_status check_input(const dt_gguf *gguf, dt_error *error) {
     return status;
 }
 
+static bool ends_in(const char *name, const char *end) {
+    const size_t n = strlen(name), n_end = strlen(end);
+    return n >= n_end && strcmp(name + n - n_end, end) == 0;
+}
+
+/* Refuses a model of whose matrices none is left to quantize: its copy would be the same weights under another type's name. */
+static dt_status check_rest(const dt_gguf *gguf, dt_error *error) {
+    const char *found = NULL;
+    for (int64_t i = 0; i < gguf->n_tensors; i++) {
+        const dt_gguf_tensor *t = &gguf->tensors[i];
+        if (ggml_is_quantized(t->type)) {
+            found = ggml_type_name(t->type);
+        } else if (t->ne[1] > 1 && ends_in(t->name, ".weight") && !ends_in(t->name, "_norm.weight") &&
+                   !ends_in(t->name, "ffn_gate_inp.weight")) { /* libllama never quantizes the last two */
+            return DT_OK;
+        }
+    }
+    if (found == NULL) {
+        return DT_OK;
+    }
+    return dt_fail(error, DT_ERR_ARGUMENT,
+                   "%s is quantized already (%s), and what that lost would not come back; give the model in F16, BF16 or F32",
+                   dt_gguf_path(gguf), found);
+}
+
 static bool is_same_file(const char *a, const char *b) {
     struct stat of_a, of_b;
     return stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
@@ -333,6 +358,9 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
     dt_status status = dt_gguf_open(params->input, &gguf, error);
     if (status == DT_OK) {
         status = check_input(gguf, error);
+    }
+    if (status == DT_OK) {
+        status = check_rest(gguf, error);
     }
     const size_t capacity = strlen(params->output) + sizeof ".part";
     char *temporary = status == DT_OK ? malloc(capacity) : NULL;
