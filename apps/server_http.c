@@ -18,6 +18,8 @@
 #include <unistd.h>
 
 #define IDLE_SECONDS 120   /* a connection without a request is closed then */
+#define CROWDED_SECONDS 5  /* and one that is only there to be told that there are too many */
+#define N_CROWDED 64       /* so many of those; any more are closed without a word */
 #define UNREAD_MS 300000   /* one that takes nothing of an answer, too */
 #define LAST_WORDS_MS 5000 /* for answers that are on their way when the server stops */
 #define BACKLOG 512
@@ -54,6 +56,20 @@ enum MHD_Result dt_http_send_json(struct MHD_Connection *connection, int status,
 
 enum MHD_Result dt_http_send_error(struct MHD_Connection *connection, int status, const char *message) {
     return dt_http_send_json(connection, status, dt_api_error(status, message));
+}
+
+/* To one of the connections beyond the limit, which is closed behind it. */
+static enum MHD_Result send_crowded(struct MHD_Connection *connection) {
+    char *text = dt_api_error(503, "too many connections are open; close idle ones, or try again later");
+    struct MHD_Response *response =
+        text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
+    if (response == NULL) {
+        free(text);
+        return MHD_NO;
+    }
+    MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
+    MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "5");
+    return dt_http_send_response(connection, 503, response, "application/json");
 }
 
 /* ---- paths -------------------------------------------------------------------------------------- */
@@ -225,6 +241,10 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
         e->connection = connection;
         e->http_1_0 = strcmp(version, "HTTP/1.0") == 0;
         find_route(e, url);
+        const union MHD_ConnectionInfo *beyond = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+        if (beyond != NULL && beyond->socket_context != NULL) {
+            return send_crowded(connection);
+        }
         const int status = refuse_early(e, method, &message);
         return status != 0 ? dt_http_send_error(connection, status, message) : MHD_YES;
     }
@@ -258,11 +278,19 @@ static void on_completed(void *user, struct MHD_Connection *connection, void **s
     }
 }
 
+/* *state: not NULL where there are too many. */
 static void on_connection(void *user, struct MHD_Connection *connection, void **state, enum MHD_ConnectionNotificationCode code) {
-    (void)user;
-    (void)state;
+    dt_http *http = user;
+    if (code == MHD_CONNECTION_NOTIFY_CLOSED) {
+        atomic_fetch_sub(&http->n_connections, 1);
+        return;
+    }
+    if (atomic_fetch_add(&http->n_connections, 1) >= http->params.n_connections_max) {
+        *state = http;
+        MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)CROWDED_SECONDS);
+    }
     const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    if (code == MHD_CONNECTION_NOTIFY_STARTED && info != NULL) {
+    if (info != NULL) {
 #ifdef TCP_USER_TIMEOUT
         const unsigned timeout_ms = UNREAD_MS;
         setsockopt(info->connect_fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, sizeof timeout_ms);
@@ -332,9 +360,9 @@ dt_status dt_http_start(const dt_http_params *params, dt_http **out, dt_error *e
     http->daemon = MHD_start_daemon(
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG, 0, NULL,
         NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, s, MHD_OPTION_NOTIFY_COMPLETED,
-        on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, NULL, MHD_OPTION_CONNECTION_LIMIT,
-        (unsigned)params->n_connections_max, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE,
-        STACK_BYTES, MHD_OPTION_END);
+        on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http, MHD_OPTION_CONNECTION_LIMIT,
+        (unsigned)params->n_connections_max + N_CROWDED, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS,
+        MHD_OPTION_THREAD_STACK_SIZE, STACK_BYTES, MHD_OPTION_END);
     if (http->daemon == NULL) {
         close(s);
         free(http);

@@ -19,7 +19,7 @@ typedef struct dt_http_params {
     int port;            /* 0: any free one */
     const char *api_key; /* NULL: none */
     size_t body_bytes_max;
-    int n_connections_max;
+    int n_connections_max; /* a few more are told so */
 } dt_http_params;
 
 /* Fails with DT_ERR_IO where the address can't be had. */

@@ -15,6 +15,7 @@ struct dt_http {
     struct MHD_Daemon *daemon;
     int port;
     atomic_bool stopping;
+    atomic_int n_connections;
     atomic_int n_answering; /* requests whose answer is not written to its end yet */
 };
 
