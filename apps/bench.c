@@ -434,7 +434,9 @@ static dt_status measure_all(bench *b, dt_error *error) {
                 status = measure_parallel(b, &params, b->depths[i], on != 0, error);
                 continue;
             }
+            dt_report_sessions(true);
             status = dt_session_new(b->model, &params, &session, error);
+            dt_report_sessions(false); /* that they are rewound for each repeat */
             if (status == DT_OK) {
                 status = measure_depth(b, session, b->depths[i], on != 0, error);
             }

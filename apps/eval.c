@@ -197,7 +197,9 @@ dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error) {
     params.prefill = DT_PREFILL_FULL;
     params.eviction = e->observed;
     params.evict = DT_EVICT_HELD;
-    return dt_session_new(e->model, &params, out, error);
+    const dt_status status = dt_session_new(e->model, &params, out, error);
+    dt_report_sessions(false);
+    return status;
 }
 
 static bool on_prefill(int64_t done, int64_t total, void *user) {

@@ -454,9 +454,7 @@ dt_status eval_ab(eval *e, dt_error *error) {
     }
     for (size_t i = 0; i < r.n_prompts && status == DT_OK; i++) {
         status = measure_sample(&r, i, error);
-        if (e->options->shared.log_level == DT_LOG_INFO) { /* what sessions say of themselves once is enough */
-            dt_report_quieter(DT_LOG_WARN);
-        }
+        dt_report_sessions(false);
     }
     dt_report_progress_end();
     if (status == DT_OK) {

@@ -50,7 +50,9 @@ static dt_status open_session(const eval *e, const eval_setting *setting, dt_ses
     params.prefill = DT_PREFILL_STREAMING;
     params.eviction = setting->eviction;
     params.n_snapshots = -1;
-    return dt_session_new(e->model, &params, out, error);
+    const dt_status status = dt_session_new(e->model, &params, out, error);
+    dt_report_sessions(false);
+    return status;
 }
 
 /* Before anything is measured: whether the settings let a conversation pass its context. */

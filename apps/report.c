@@ -34,7 +34,7 @@
 
 static struct {
     dt_log_level level;
-    bool bar;
+    bool bar, sessions_quiet;
     volatile sig_atomic_t drawn;
     double started, last;        /* seconds; started 0 = no progress yet */
     int64_t done_at_start, done; /* tokens: at the first call, after the last step */
@@ -52,7 +52,7 @@ double dt_seconds_now(void) {
 dt_size_text dt_size_text_of(uint64_t bytes) {
     dt_size_text size;
     if (bytes < 1024) {
-        snprintf(size.text, sizeof size.text, "%d bytes", (int)bytes);
+        snprintf(size.text, sizeof size.text, "%d byte%s", (int)bytes, bytes == 1 ? "" : "s");
     } else if (bytes < 1u << 20) {
         snprintf(size.text, sizeof size.text, "%.1f KiB", (double)bytes / 1024);
     } else {
@@ -90,7 +90,9 @@ static void print_line(dt_log_level level, const char *line) {
 
 static void receive_log(dt_log_level level, const char *line, void *user) {
     (void)user;
-    print_line(level, line);
+    if (level != DT_LOG_INFO || report.level != DT_LOG_INFO || !report.sessions_quiet) {
+        print_line(level, line);
+    }
 }
 
 int dt_print_devices(void) {
@@ -139,7 +141,7 @@ dt_status dt_report_flush_table(dt_error *error) {
     return error->code = DT_ERR_IO;
 }
 
-void dt_report_quieter(dt_log_level level) { report.level = level; }
+void dt_report_sessions(bool shown) { report.sessions_quiet = !shown; }
 
 void dt_report(dt_log_level level, const char *format, ...) {
     char line[2048];
@@ -281,8 +283,8 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
             report_let_go(session, s.n_tokens);
         }
     }
-    dt_report(DT_LOG_INFO, "KV cache %14s now  %s peak  %s with full caching", dt_size_text_of(s.kv_bytes).text,
-              dt_size_text_of(s.kv_bytes_peak).text, dt_size_text_of(s.kv_bytes_full).text);
+    dt_report(DT_LOG_INFO, "KV cache %14s now  %s peak  %s with all %d tokens", dt_size_text_of(s.kv_bytes).text,
+              dt_size_text_of(s.kv_bytes_peak).text, dt_size_text_of(s.kv_bytes_full).text, (int)s.n_tokens);
 }
 
 /* ---- stats file --------------------------------------------------------------------------------- */
@@ -290,6 +292,7 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
 struct dt_stats_file {
     char *path;      /* where it shall be, links followed */
     char *temporary; /* NULL: written in place, since the target is no regular file */
+    mode_t mode;     /* of the file that is there; 0: none is */
 };
 
 /* Where writing to `path` would go: links followed, also one whose target is yet to be made. NULL with errno set when they lead
@@ -382,6 +385,7 @@ dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t
     }
     struct stat info;
     const bool exists = stat(file->path, &info) == 0;
+    file->mode = exists ? info.st_mode : 0;
     if (exists && is_taken(&info, inputs, n_inputs)) {
         dt_stats_file_free(file);
         return refuse_taken(path, error);
@@ -489,13 +493,37 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
     return root;
 }
 
-static bool write_all(const char *path, const char *text) {
-    FILE *file = fopen(path, "wb");
-    if (file == NULL) {
+/* Writes the file, or replaces it by one that is whole and on its disk. */
+static bool write_all(const dt_stats_file *file, const char *text) {
+    const char *target = file->temporary != NULL ? file->temporary : file->path;
+    const int how = file->temporary != NULL ? O_CREAT | O_EXCL : O_TRUNC;
+    const int descriptor = open(target, O_WRONLY | O_CLOEXEC | how, 0666);
+    FILE *stream = descriptor >= 0 ? fdopen(descriptor, "wb") : NULL;
+    if (stream == NULL) {
+        if (descriptor >= 0) {
+            close(descriptor);
+        }
         return false;
     }
-    const bool written = fwrite(text, 1, strlen(text), file) == strlen(text) && fputc('\n', file) != EOF && fflush(file) == 0;
-    return (fclose(file) == 0) && written;
+    if (file->temporary != NULL && file->mode != 0) {
+        (void)fchmod(descriptor, file->mode & 07777); /* as readable as the old one; no harm if not */
+    }
+    bool done = fwrite(text, 1, strlen(text), stream) == strlen(text) && fputc('\n', stream) != EOF && fflush(stream) == 0 &&
+                (file->temporary == NULL || fsync(descriptor) == 0);
+    int reason = errno;
+    if (fclose(stream) != 0 && done) {
+        done = false;
+        reason = errno;
+    }
+    if (done && file->temporary != NULL && rename(file->temporary, file->path) != 0) {
+        done = false;
+        reason = errno;
+    }
+    if (!done && file->temporary != NULL) {
+        unlink(file->temporary);
+    }
+    errno = reason;
+    return done;
 }
 
 dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
@@ -512,14 +540,5 @@ dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers
 }
 
 dt_status dt_stats_file_write_text(dt_stats_file *file, const char *text, dt_error *error) {
-    const char *target = file->temporary != NULL ? file->temporary : file->path;
-    bool done = write_all(target, text);
-    if (done && file->temporary != NULL) {
-        done = rename(file->temporary, file->path) == 0;
-    }
-    const int reason = errno;
-    if (!done && file->temporary != NULL) {
-        unlink(file->temporary);
-    }
-    return done ? DT_OK : cannot_write(error, file->path, reason);
+    return write_all(file, text) ? DT_OK : cannot_write(error, file->path, errno);
 }

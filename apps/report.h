@@ -17,8 +17,9 @@ int dt_print_devices(void);
 void dt_report_init(dt_log_level level, bool bar);
 /* Writes out what stdout still holds: a table that can't be written is no result. A reader that leaves has what it wanted. */
 dt_status dt_report_flush_table(dt_error *error);
-/* Only lines of `level` and above from now on; the bar stays. */
-void dt_report_quieter(dt_log_level level);
+/* Whether what the library says of its sessions is shown (it is) where no more than that is asked for. Programs that make many show
+ * it of the first. */
+void dt_report_sessions(bool shown);
 void dt_report(dt_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Tells the error; the exit code: 2 where something that the command line names can't be used, which showed before the work; else
  * 1. */

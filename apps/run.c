@@ -113,12 +113,12 @@ dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *
         if (longest < least) {
             const uint64_t needed = dt_session_kv_bound(probe, least) + fresh.kv_bytes;
             snprintf(error->message, sizeof error->message,
-                     "%s hold no conversation: one of %lld tokens takes %s; give at least --kv-memory %lluK",
+                     "%s holds no conversation: one of %lld tokens takes %s; give at least --kv-memory %lluK",
                      dt_size_text_of(params->kv_memory).text, (long long)least, dt_size_text_of(needed).text,
                      (unsigned long long)(needed + 1023) / 1024);
             status = error->code = DT_ERR_LIMIT;
         } else if (longest < context) {
-            dt_report(DT_LOG_WARN, "KV memory: %s hold a conversation of %lld tokens, not the context's %lld",
+            dt_report(DT_LOG_WARN, "KV memory: %s holds a conversation of %lld tokens, not the context's %lld",
                       dt_size_text_of(params->kv_memory).text, (long long)longest, (long long)context);
         }
     }

@@ -312,8 +312,10 @@ def test_stats_through_a_link(model, tmp_path):
     (tmp_path / "second").symlink_to("results/stats.json")
     link = tmp_path / "link"
     link.symlink_to("second")
-    for _ in range(2):
+    for mode in (0o600, 0o640):
         assert run("-m", model, "-p", "abc", "-n", "1", "--stats-json", str(link)).returncode == 0
+        assert mode == 0o600 or os.stat(link).st_mode & 0o777 == 0o600  # the second one is as readable as the first was made
+        os.chmod(link, mode)
         assert link.is_symlink() and json.loads((folder / "stats.json").read_bytes())["generated_tokens"] <= 1
         assert sorted(os.listdir(tmp_path)) == ["link", "results", "second"] and os.listdir(folder) == ["stats.json"]
     (tmp_path / "nowhere").symlink_to(tmp_path / "no such folder" / "stats.json")

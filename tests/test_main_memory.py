@@ -33,8 +33,9 @@ def test_too_little(tmp_path):
     _, stats = run_stats(tmp_path, "-p", TEXT, "-n", "8", "--kv-memory", least, *EVICT)
     assert stats["kv_bytes_peak"] <= int(least[:-1]) * 1024
     assert_fails(run_model("-p", TEXT, "-n", "8", "--kv-memory", "1M"), 2, "--cache-eviction")
-    assert_fails(run_model("-p", TEXT, "-n", "8", "--kv-memory", "30"), 2, "30 bytes are too little")
-    assert_fails(run_model("-p", TEXT, "-n", "8", "--kv-memory", "300K"), 2, "300.0 KiB are too little")
+    assert_fails(run_model("-p", TEXT, "-n", "8", "--kv-memory", "30"), 2, "30 bytes is too little")
+    assert_fails(run_model("-p", TEXT, "-n", "8", "--kv-memory", "1"), 2, "1 byte is too little")
+    assert_fails(run_model("-p", TEXT, "-n", "8", "--kv-memory", "300K"), 2, "300.0 KiB is too little")
 
 
 @needs_model

@@ -729,6 +729,21 @@ def test_stop_in_a_first_step(tmp_path):
     assert server.process.wait(timeout=60) == 0
 
 
+def test_too_many_connections(model, tmp_path):
+    """Who comes when all places are taken by connections that say nothing is told so, and served as soon as they go."""
+    with serving(model, tmp_path, *FLAGS, "-np", "1", "--queue", "1") as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(66)]
+        assert server.ask("/health")[0] == 503  # the 67th
+        status, answer, headers = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        assert status == 503 and "too many connections" in answer["error"]["message"] and headers["Retry-After"]
+        for s in idle:
+            s.close()
+        until = time.monotonic() + 30
+        while (status := server.ask("/health")[0]) != 200 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert status == 200 and server.complete(prompt="x", max_tokens=1)
+
+
 def test_stop_lets_answers_go(model, tmp_path):
     """The last bytes of an answer that ends the server's work arrive: a long one, read late."""
     server = Server(model, *FLAGS, "-np", "1", log=str(tmp_path / "log"))
@@ -806,8 +821,8 @@ def test_memory_that_holds_nothing(model, tmp_path):
     def start(size):
         return [SERVER, "-m", model, "--port", "0", "-t", "1", *FLAGS, "--kv-memory", size]
     refused = subprocess.run(start("1K"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2 and "hold no conversation" in refused.stderr
+    assert refused.returncode == 2 and "holds no conversation" in refused.stderr
     least = re.search(r"give at least --kv-memory (\d+K)", refused.stderr).group(1)
     with serving(model, tmp_path, *FLAGS, "--kv-memory", least) as s:
-        longest = int(re.search(rb"hold a conversation of (\d+) tokens, not", open(s.log_path, "rb").read()).group(1))
+        longest = int(re.search(rb"holds a conversation of (\d+) tokens, not", open(s.log_path, "rb").read()).group(1))
         assert s.complete(prompt=[5] * (longest - 4), max_tokens=4)["usage"]["completion_tokens"] == 4

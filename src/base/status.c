@@ -27,7 +27,7 @@ const char *dt_status_name(dt_status status) {
 dt_size dt_size_of(uint64_t bytes) {
     dt_size size;
     if (bytes < 1024) {
-        snprintf(size.text, sizeof size.text, "%d bytes", (int)bytes);
+        snprintf(size.text, sizeof size.text, "%d byte%s", (int)bytes, bytes == 1 ? "" : "s");
     } else if (bytes < 1u << 20) {
         snprintf(size.text, sizeof size.text, "%.1f KiB", (double)bytes / 1024);
     } else {

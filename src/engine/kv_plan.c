@@ -192,7 +192,7 @@ static void log_plan(const plan *p, const dt_session_params *asked, uint64_t ful
 static dt_status refuse(const plan *p, bool evicts, dt_error *error) {
     const unsigned long long kib = (unsigned long long)(p->bytes + 1023) / 1024; /* weighed last: the most frugal settings */
     return dt_fail(error, DT_ERR_LIMIT,
-                   "%s are too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
+                   "%s is too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
                    dt_size_of(p->params->kv_memory).text, expected_tokens(p->params), kib,
                    evicts ? "; a smaller min_cache_size needs less" : "; with --cache-eviction less is enough");
 }

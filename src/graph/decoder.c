@@ -197,7 +197,11 @@ static dt_status share_layers(dt_decoder *d, const dt_model_params *params, dt_e
     for (int32_t i = 1; status == DT_OK && i <= d->n_devices; i++) {
         d->connections[i] = dt_device_is_remote(d->devices[i]) ? dt_ggml_new_backend(d->devices[i]) : NULL;
     }
-    if (status == DT_OK && (d->n_devices > 0 || params->device_split != NULL)) {
+    if (status == DT_OK && d->n_devices == 0 && params->device_split != NULL) {
+        status = dt_fail(error, DT_ERR_ARGUMENT,
+                         "there is no device to share layers with; leave --tensor-split out, or name others with --device");
+    }
+    if (status == DT_OK && d->n_devices > 0) {
         status = read_shares(d, params, d->n_devices, shares, error);
     }
     if (status != DT_OK) {
