@@ -33,7 +33,9 @@ find_program(DT_GZIP_PROGRAM gzip)
 mark_as_advanced(DT_GZIP_PROGRAM)
 install(CODE "if(\"\${CMAKE_INSTALL_PREFIX}\" STREQUAL \"/usr\" AND NOT \"${DT_GZIP_PROGRAM}\" STREQUAL \"\")
     file(GLOB pages \"\$ENV{DESTDIR}/usr/share/man/man1/deeptutor*.1\")
-    execute_process(COMMAND \"${DT_GZIP_PROGRAM}\" -9nf \${pages} \"\$ENV{DESTDIR}/usr/share/doc/deeptutor/CHANGELOG.md\")
-    file(RENAME \"\$ENV{DESTDIR}/usr/share/doc/deeptutor/CHANGELOG.md.gz\" \"\$ENV{DESTDIR}/usr/share/doc/deeptutor/changelog.gz\")
+    execute_process(COMMAND \"${DT_GZIP_PROGRAM}\" -9nf \${pages})
+    execute_process(COMMAND \"${DT_GZIP_PROGRAM}\" -9nc CHANGELOG.md
+        WORKING_DIRECTORY \"\$ENV{DESTDIR}/usr/share/doc/deeptutor\"
+        OUTPUT_FILE \"\$ENV{DESTDIR}/usr/share/doc/deeptutor/changelog.gz\")
 endif()")
 include(CPack)

@@ -12,8 +12,11 @@ foreach(entry IN LISTS DT_PROGRAMS_HERE)
     endif()
 endforeach()
 
-install(FILES README.md README.zh.md CHANGELOG.md deps/sbom.cdx.json DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+install(FILES README.md README.zh.md CHANGELOG.md CONTRIBUTING.md LICENSE deps/sbom.cdx.json DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 install(DIRECTORY docs examples DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+# What those documents link to.
+install(FILES deps/README.md DESTINATION "${CMAKE_INSTALL_DOCDIR}/deps")
+install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" FILES_MATCHING PATTERN "*.md" PATTERN "*.png")
 
 # What is linked into the programs has licences of its own, which must go where they go.
 set(licences "${CMAKE_CURRENT_SOURCE_DIR}/LICENSE")

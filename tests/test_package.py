@@ -59,6 +59,17 @@ def test_example_by_cmake(tmp_path):
     check_chat(tmp_path / "b" / "chat", tmp_path)
 
 
+def test_links_of_the_documents_lead_somewhere():
+    base = os.path.join(PREFIX, "share", "doc", "deeptutor")
+    documents = glob.glob(os.path.join(base, "**", "*.md"), recursive=True)
+    assert len(documents) > 20
+    for path in documents:
+        with open(path, encoding="utf-8") as file:
+            links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", file.read()) if "://" not in link]
+        lost = [link for link in links if link and not os.path.exists(os.path.join(os.path.dirname(path), link))]
+        assert not lost, (path, lost)
+
+
 def test_only_the_header_is_exported():
     symbols = {line.split()[-1] for line in output_of("nm", "-D", "--defined-only", library()).splitlines()}
     assert "dt_session_save" in symbols
