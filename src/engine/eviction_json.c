@@ -643,6 +643,21 @@ static const char *shown_path(const char *path) {
     return strlen(path) > 300 && slash != NULL ? slash + 1 : path;
 }
 
+/* Where memory for a long word runs out, jansson leaves out a byte of it and goes on: a number would have a digit less, a string no
+ * end. So what is read once must be read again the same. */
+static json_t *load_twice(const reader *r, json_error_t *out_error, bool *out_no_memory) {
+    json_t *root = json_loadb(r->text, r->n_bytes, JSON_REJECT_DUPLICATES, out_error);
+    json_t *again = json_loadb(r->text, r->n_bytes, JSON_REJECT_DUPLICATES, NULL);
+    const bool same = root != NULL ? json_equal(root, again) : again == NULL;
+    *out_no_memory = !same || (root == NULL && json_error_code(out_error) == json_error_out_of_memory);
+    json_decref(again);
+    if (*out_no_memory) {
+        json_decref(root);
+        return NULL;
+    }
+    return root;
+}
+
 dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char *text, size_t n_bytes, dt_eviction **out,
                                   dt_error *error) {
     *out = NULL;
@@ -652,7 +667,11 @@ dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char
         r.n_bytes -= 3;
     }
     json_error_t json_error;
-    json_t *root = json_loadb(r.text, r.n_bytes, JSON_REJECT_DUPLICATES, &json_error);
+    bool no_memory;
+    json_t *root = load_twice(&r, &json_error, &no_memory);
+    if (no_memory) {
+        return dt_fail_memory(error, r.n_bytes, "reading the eviction config");
+    }
     if (root == NULL) {
         char shown[JSON_ERROR_TEXT_LENGTH];
         show(json_error.text, shown, sizeof shown);
