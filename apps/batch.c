@@ -10,6 +10,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "api.h"
 #include "batch_input.h"
+#include "batch_output.h"
 #include "guard.h"
 #include "json_parts.h"
 #include "report.h"

@@ -5,7 +5,7 @@
 #include "fuzz.h"
 
 #include "../../apps/api.h"
-#include "../../apps/batch_input.h"
+#include "../../apps/batch_output.h"
 
 #include <stdlib.h>
 #include <string.h>
