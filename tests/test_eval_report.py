@@ -167,7 +167,8 @@ def test_many_settings_and_nothing_lost(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [{**KLD, "name": f"setting {i}", "kld": i / 10} for i in range(64)]
     for result in (KLD, {**KLD, "kld": 0}, {**KLD, "kld": -1e-7}, {**KLD, "kept_share": 0}, {**KLD, "settings": rows}):
-        assert python("report.py", "-o", tmp_path / "r.html", write(tmp_path / "x.json", result)).stderr == ""
+        path = tmp_path / "r.html"
+        assert python("report.py", "-o", path, write(tmp_path / "x.json", result)).stderr == f"{path} is written\n"
 
 
 @pytest.mark.parametrize("value, what", [
@@ -188,6 +189,7 @@ def test_what_is_no_result(tmp_path, value, what):
 def test_what_is_no_report(tmp_path):
     assert "can't be read" in python("report.py", "-o", tmp_path / "r.html", tmp_path / "missing.json", code=2).stderr
     python("report.py", "-o", tmp_path / "r.html", code=2)
+    assert "at least 1" in python("report.py", "-o", tmp_path / "r.html", "-m", TEXT, "-f", TEXT, "--samples", "0", code=2).stderr
 
 
 @pytest.mark.parametrize("command, what", [

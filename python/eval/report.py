@@ -249,6 +249,13 @@ def check(args, given):
         check_folder(beside(args.output, "_files"))
 
 
+def at_least_one(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(usage="\n" + __doc__.split("\n\n")[1].replace("usage: ", "       "),
                                      description=__doc__.split("\n\n")[2])
@@ -260,9 +267,9 @@ def main(argv=None):
     parser.add_argument("-i", "--input", help="and these prompts, for the A/B test")
     parser.add_argument("-t", "--threads", type=int, default=0)
     parser.add_argument("--kept", default="0.5,0.25,0.125", help="shares of the context (0.5,0.25,0.125)")
-    parser.add_argument("--context", type=int, default=4096, help="of kld, tokens; half of it for needles (4096)")
-    parser.add_argument("--chunks", type=int, default=4, help="pieces of the text for kld (4)")
-    parser.add_argument("--samples", type=int, default=16, help="texts with needles (16)")
+    parser.add_argument("--context", type=at_least_one, default=4096, help="of kld, tokens; half of it for needles (4096)")
+    parser.add_argument("--chunks", type=at_least_one, default=4, help="pieces of the text for kld (4)")
+    parser.add_argument("--samples", type=at_least_one, default=16, help="texts with needles (16)")
     parser.add_argument("--program", default=str(ROOT / "deeptutor-eval"), help="(./deeptutor-eval)")
     args = parser.parse_args(argv)
     if bool(args.model) != bool(args.file) or (args.input and not args.model):
@@ -278,6 +285,7 @@ def main(argv=None):
     except BadResult as error:
         fail(error)
     make_report(args.output, args.title, results, page, plots)
+    print(f"{args.output} is written", file=sys.stderr)
 
 
 if __name__ == "__main__":
