@@ -11,11 +11,13 @@ A prompt whose full cache does not fit the memory is shortened, and the table sa
 
 Needs `bash run.sh --test` once (programs and make_model). Before each shape it probes for seconds and says how long it will take.
 Writes FOLDER/original-tN.md and .csv (default FOLDER: bench/results/<processor>) after every shape; a shape that is in the CSV
-already is measured again. --shapes tiny is for trying it out: under a minute.
+already is measured again. What was measured of a shape when a run was broken off is kept beside the models, and the same command goes
+on behind it. --shapes tiny is for trying it out: under a minute.
 """
 
 import argparse
 import csv
+import functools
 import json
 import os
 import statistics
@@ -173,26 +175,58 @@ def estimate(args, bench, model, prompt, shape, engines):
     return seconds * args.rounds
 
 
+class Journal:
+    """What was measured of a shape, kept on disk until all of it is: hours of measuring survive a run that is broken off."""
+
+    def __init__(self, path, what):
+        """what: all that the numbers depend on; what was written for something else is of no use."""
+        self.path, self.content = path, {"what": what, "prompt": None, "rows": {}}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["what"] == what and content["prompt"] > 0 and content["rows"]:
+                self.content = content
+        except (OSError, ValueError, LookupError, TypeError):
+            pass
+
+    def row(self, name, measure):
+        """The row of this name, measured where it is not there yet."""
+        if name not in self.content["rows"]:
+            self.content["rows"][name] = measure()
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps(self.content), encoding="utf-8")
+            part.rename(self.path)
+        return self.content["rows"][name]
+
+    def remove(self):
+        self.path.unlink(missing_ok=True)
+
+
 def measure_shape(args, bench, name, shape):
     model = make_model(args, name, shape)
     rows = eviction_rows(shape)
-    prompt = fit_prompt(shape, os.path.getsize(model))
+    programs = [[str(program), os.path.getmtime(program)] for program in (args.bench, *([bench] if bench else []))]
+    journal = Journal(args.scratch / f"{name}.journal",
+                      [peers.processor_name(), args.threads, args.flash_attention, shape.make, shape.prompt, programs])
+    prompt = journal.content["prompt"] or fit_prompt(shape, os.path.getsize(model))
     if prompt == 0:
         say(f"{name}: left out, its weights and 2,048 tokens of cache don't fit this machine's memory")
         return None
     seconds = estimate(args, bench, model, prompt, shape, len(rows) + bool(bench))
     until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
     say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, "
-        f"{args.rounds} round{'s' * (args.rounds > 1)}, at least {clock(seconds)}, about until {until}")
+        f"{args.rounds} round{'s' * (args.rounds > 1)}, at least {clock(seconds)}, about until {until}"
+        + (f"; measured already: {', '.join(journal.content['rows'])}" if journal.content["rows"] else ""))
+    journal.content["prompt"] = prompt
     samples = {}
     for turn in range(args.rounds):
         engines = {**({"llama.cpp": None} if bench else {}), **rows}
         for engine, flags in engines.items():
             start = time.time()
             if flags is None:
-                values = measure_llama(bench, args, model, prompt, shape.decode)
+                measure = functools.partial(measure_llama, bench, args, model, prompt, shape.decode)
             else:
-                values = measure_ours(args, model, prompt, shape.decode, [*flags, "--no-compare"] if flags else [])
+                measure = functools.partial(measure_ours, args, model, prompt, shape.decode, [*flags, "--no-compare"] if flags else [])
+            values = journal.row(f"{engine} {turn + 1}", measure)
             for key, value in values.items():
                 samples.setdefault((engine, key), []).append(value)
             say(f"  round {turn + 1}/{args.rounds}  {engine}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} "
@@ -200,6 +234,7 @@ def measure_shape(args, bench, name, shape):
     kld = measure_kld(args, model, shape) if shape.kld_context else {}
     if shape.make is not None and not args.keep:
         model.unlink()
+    journal.remove()
     result = []
     for engine in dict.fromkeys(engine for engine, _ in samples):
         row = {"shape": name, "prompt_tokens": prompt, "decode_tokens": shape.decode, "engine": engine, "rounds": args.rounds}

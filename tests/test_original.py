@@ -76,3 +76,25 @@ def test_tiny_shape(tmp_path):
     table = (tmp_path / "original-t1.md").read_text()
     assert table in done.stdout and table.count("DeepTutor, TLC") == 3
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_run_that_was_broken_off(tmp_path):
+    """The next one measures what is missing."""
+    program, log = tmp_path / "bench", tmp_path / "log"
+    program.write_text(f"""#!/bin/sh
+echo "$*" >> {log}
+case "$*" in *docqa*) [ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; exit 1; }};; esac
+exec {BENCH} "$@"
+""")
+    program.chmod(0o755)
+    command = [sys.executable, str(ROOT / "bench/original.py"), "--shapes", "tiny", "--no-llama", "-t", "1", "-o", tmp_path / "out",
+               "--scratch", tmp_path / "models", "--bench", program, "--eval", EVAL, "--make-model", MAKE_MODEL]
+    first, second = (subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300) for _ in range(2))
+    assert first.returncode != 0 and second.returncode == 0, (first.stderr, second.stderr)
+    assert "measured already: TLC off 1" in second.stderr
+    asked = [line for line in log.read_text().splitlines() if "-n 32" in line]  # not the probes
+    assert [("docqa" in line, "--max-cache-size" in line) for line in asked] == [
+        (False, False), (True, False), (True, False), (False, True)], asked
+    assert list((tmp_path / "models").iterdir()) == []
+    with open(tmp_path / "out/original-t1.csv", newline="") as file:
+        assert [row["engine"] for row in csv.DictReader(file)] == ["TLC off", "TLC docqa", "TLC 128"]
