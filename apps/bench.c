@@ -434,7 +434,7 @@ static dt_status measure_all(bench *b, dt_error *error) {
                 status = measure_parallel(b, &params, b->depths[i], on != 0, error);
                 continue;
             }
-            dt_report_sessions(true);
+            dt_report_sessions(b->options->shared.kv_memory > 0); /* what else it tells of memory, the table does */
             status = dt_session_new(b->model, &params, &session, error);
             dt_report_sessions(false); /* that they are rewound for each repeat */
             if (status == DT_OK) {
