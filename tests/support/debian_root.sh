@@ -5,7 +5,7 @@
 # fail, skip     end the script with a sentence; skip with 77, where the machine lacks what the test needs
 #
 # Of this machine the tree gets only what it needs to reach the network: the resolver, proxies, and the certificates that pip and others
-# are told to trust. Nothing is shared but /proc and /dev.
+# are told to trust. Nothing is shared but /proc and /dev, in which terminals are its own.
 
 mirror=${DT_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 
@@ -21,7 +21,7 @@ skip() { # what is missing is the machine's, not the project's
 
 drop_root() {
     [ -n "${root:-}" ] || return 0
-    umount "$root/proc" "$root/dev" "$root/ccache" 2>/dev/null || true
+    umount "$root/proc" "$root/dev/pts" "$root/dev" "$root/ccache" 2>/dev/null || true
     if grep -q " $root/" /proc/mounts; then # never remove what another file system holds
         printf 'still mounted, so not removed: %s\n' "$root" >&2
     else
@@ -41,7 +41,8 @@ make_root() {
             { tail -n 5 "$root/debootstrap.out" >&2; skip "debootstrap failed"; }
     fi
     chmod 755 "$root"
-    { mount -t proc proc "$root/proc" && mount --bind /dev "$root/dev"; } || skip "nothing can be mounted here"
+    { mount -t proc proc "$root/proc" && mount --bind /dev "$root/dev" && mount --make-private "$root/dev" &&
+        mount -t devpts devpts "$root/dev/pts"; } || skip "nothing can be mounted here"
     cp -L /etc/resolv.conf "$root/etc/resolv.conf"
     cp -L /etc/hosts "$root/etc/hosts"
     printf 'APT::Get::Assume-Yes "true";\nAPT::Install-Recommends "false";\n' >"$root/etc/apt/apt.conf.d/99test"
