@@ -453,17 +453,32 @@ static dt_status check_weights(const dt_eviction *eviction, const dt_model_info 
                    eviction->name, layer, request->n_weight_lanes, request->n_weights, n_lanes, n_weights);
 }
 
-/* The last step of all three: a list of sizes must have one for each KV head of its layers, and windows are respected. */
-static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction **out, dt_error *error) {
+/* A list of sizes must have one for each KV head of its layers. */
+static dt_status check_layers(const dt_eviction *eviction, const dt_model_info *info, dt_error *error) {
+    dt_status status = DT_OK;
     for (int32_t i = 0; status == DT_OK && i < info->n_layers; i++) {
-        const dt_eviction_request *request = &(*out)->requests[i];
+        const dt_eviction_request *request = &eviction->requests[i];
         if (request->lanes != NULL && request->n_lanes != info->n_kv_heads[i]) {
             status = dt_fail(error, DT_ERR_CONFIG, "%s: \"lanes\" of layer %d lists %d sizes, but the layer has %d KV heads",
-                             (*out)->name, i, request->n_lanes, info->n_kv_heads[i]);
+                             eviction->name, i, request->n_lanes, info->n_kv_heads[i]);
         } else if (request->weights != NULL) {
-            status = check_weights(*out, info, i, error);
+            status = check_weights(eviction, info, i, error);
         }
     }
+    return status;
+}
+
+dt_status dt_eviction_check_model(const dt_eviction *eviction, const dt_model_info *info, dt_error *error) {
+    if (eviction->n_layers == info->n_layers && check_layers(eviction, info, NULL) == DT_OK) {
+        return DT_OK;
+    }
+    return dt_fail(error, DT_ERR_ARGUMENT,
+                   "the eviction settings (%s) were made for another model; make them for the session's own", eviction->name);
+}
+
+/* The last step of all three: windows are respected. */
+static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction **out, dt_error *error) {
+    status = status == DT_OK ? check_layers(*out, info, error) : status;
     if (status == DT_OK) {
         dt_eviction_set_windows(*out, info->windows);
     } else {

@@ -56,6 +56,8 @@ dt_status dt_eviction_config_text(int32_t n_layers, const char *path, const char
 void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows);
 /* Changes a preset to go by what was learned about the model, where a file of that lies beside it (model.gguf, model.tlc.json). */
 void dt_eviction_learn(dt_eviction *preset, const dt_model *model);
+/* DT_ERR_ARGUMENT where it was made for a model of other layers. */
+dt_status dt_eviction_check_model(const dt_eviction *eviction, const dt_model_info *info, dt_error *error);
 const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer);
 int32_t dt_eviction_total(const dt_eviction *eviction);
 

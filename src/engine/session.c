@@ -204,6 +204,9 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
     s->model = model;
     dt_memory_init(&s->work_memory);
     dt_status status = fill_defaults(s, params, error);
+    if (status == DT_OK && s->params.eviction) {
+        status = dt_eviction_check_model(s->params.eviction, &model->info, error);
+    }
     if (status == DT_OK) {
         status = join_group(s, error);
     }
