@@ -732,11 +732,21 @@ function(dt_patch_vulkan source)
 ]==])
 endfunction()
 
+# What a schema demands and a grammar can't say is an error, not a line on stderr: the reply is promised to follow the schema.
+function(dt_patch_patterns source)
+    dt_replace_in("${source}/common/json-schema-to-grammar.cpp" [==[
+            _warnings.push_back("pattern " + pattern + " is not supported (" + err.what() + "), accepting any string");
+]==] [==[
+            _errors.push_back("pattern " + pattern + " is not supported (" + err.what() + ")");
+]==])
+endfunction()
+
 function(dt_patch_llama source)
     dt_patch_waiting("${source}")
     dt_patch_memory("${source}")
     dt_patch_templates("${source}")
     dt_patch_schemas("${source}")
+    dt_patch_patterns("${source}")
     dt_patch_grammars("${source}")
     dt_patch_rpc("${source}")
     dt_patch_vulkan("${source}")
