@@ -373,8 +373,13 @@ dt_status dt_scheduler_new(const dt_scheduler_params *params, dt_scheduler **out
         conversations.session.group = s->group;
         status = dt_conversations_new(&conversations, &s->conversations, error);
     }
-    if (status == DT_OK && pthread_create(&s->thread, NULL, run, s) != 0) {
-        status = no_memory(error);
+    if (status == DT_OK) {
+        const int reason = pthread_create(&s->thread, NULL, run, s);
+        if (reason != 0) {
+            snprintf(error->message, sizeof error->message,
+                     "the scheduler's thread can't be started: %s; raise the limit on processes", strerror(reason));
+            status = error->code = DT_ERR_COMPUTE;
+        }
     }
     if (status != DT_OK) {
         dt_scheduler_free(s);

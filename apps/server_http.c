@@ -364,9 +364,13 @@ dt_status dt_http_start(const dt_http_params *params, dt_http **out, dt_error *e
         (unsigned)params->n_connections_max + N_CROWDED, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS,
         MHD_OPTION_THREAD_STACK_SIZE, STACK_BYTES, MHD_OPTION_END);
     if (http->daemon == NULL) {
+        const int reason = errno;
         close(s);
         free(http);
-        return fail_address(params, "the HTTP library refused", error);
+        snprintf(error->message, sizeof error->message,
+                 "the server's thread can't be started: %s; raise the limits on processes and memory",
+                 reason != 0 ? strerror(reason) : "no reason was given");
+        return error->code = DT_ERR_IO;
     }
     *out = http;
     return DT_OK;

@@ -76,6 +76,9 @@ int32_t dt_physical_cores(void);
 
 /* Asks the system to back the whole pages of this memory, not yet written, with large ones: what is read from end to end for every
  * token is then read at up to twice the speed where memory is scattered. A wish: nothing depends on it. */
+/* How many of n threads can be started, found by starting them beside `room` bytes of address space; where it is not all, half of
+ * those, at least 1, for others may come to the limit too. For code that ends the process where one can't be. */
+int32_t dt_startable_threads(int32_t n, size_t room);
 void dt_use_large_pages(void *memory, size_t bytes);
 
 /* IEEE half <-> float, round to nearest even, scalar. */

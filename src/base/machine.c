@@ -1,5 +1,5 @@
 /*
- * What is asked of the machine: the time, how many cores are worth a thread, large pages.
+ * What is asked of the machine: the time, how many cores are worth a thread, how many threads can be had, large pages.
  *
  * Two hyperthreads of a core share its vector units and gain nothing from a second thread, so cores are counted, not threads; and
  * only those this process may use: its affinity mask, and a container's CPU quota (threads beyond a quota are stopped by the
@@ -8,12 +8,14 @@
 #define _GNU_SOURCE /* sched_getaffinity, CPU_SET, madvise */
 #include "base/base.h"
 
+#include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 #if defined(__linux__)
 #include <sched.h>
-#include <sys/mman.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -112,3 +114,33 @@ int32_t dt_physical_cores(void) {
 }
 
 #endif
+
+static void *wait_for(void *gate) {
+    free(malloc(1)); /* malloc sets something up for each thread, as it will for the others */
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+int32_t dt_startable_threads(int32_t n, size_t room) {
+    void *held = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    pthread_t *threads = held != MAP_FAILED ? calloc((size_t)n, sizeof *threads) : NULL;
+    int32_t started = 0;
+    if (threads != NULL) {
+        pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+        pthread_mutex_lock(&gate);
+        while (started < n && pthread_create(&threads[started], NULL, wait_for, &gate) == 0) {
+            started++;
+        }
+        pthread_mutex_unlock(&gate);
+        for (int32_t i = 0; i < started; i++) {
+            pthread_join(threads[i], NULL);
+        }
+    }
+    free(threads);
+    if (held != MAP_FAILED) {
+        munmap(held, room);
+    }
+    /* at a limit: half, for others may come to it too */
+    return started == n ? n : started > 3 ? started / 2 : 1;
+}

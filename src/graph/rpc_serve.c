@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #define DEFAULT_PORT 50052
+#define THREADS_ROOM ((size_t)1 << 20)
 
 static dt_status check_address(const char *host, int32_t port, dt_error *error) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
@@ -76,6 +77,10 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error) {
     if (status == DT_OK) {
         status = find_lent(params->device, devices, &n, error);
     }
+    const int32_t n_threads = params->n_threads > 0 ? params->n_threads : dt_physical_cores();
+    if (status == DT_OK && dt_startable_threads(n_threads, THREADS_ROOM) < n_threads) { /* ggml would find out in the first graph */
+        status = dt_fail(error, DT_ERR_COMPUTE, "the threads for computing can't be started; use fewer with -t");
+    }
     if (status != DT_OK) {
         return status;
     }
@@ -85,7 +90,6 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error) {
         return dt_fail(error, DT_ERR_UNSUPPORTED, "this build can't compute for other machines; build it with -DDT_RPC=ON");
     }
     snprintf(endpoint, sizeof endpoint, "%s:%d", host, port);
-    dt_ggml_serve(start, endpoint, params->cache, (size_t)(params->n_threads > 0 ? params->n_threads : dt_physical_cores()),
-                  (size_t)n, devices);
+    dt_ggml_serve(start, endpoint, params->cache, (size_t)n_threads, (size_t)n, devices);
     return dt_fail(error, DT_ERR_IO, "the RPC server at %s has ended; it may have said above why", endpoint);
 }

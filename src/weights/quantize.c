@@ -13,12 +13,10 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -120,22 +118,24 @@ static bool ends_in(const char *name, const char *end) {
 
 /* Refuses a model of whose matrices none is left to quantize: its copy would be the same weights under another type's name. */
 static dt_status check_rest(const dt_gguf *gguf, dt_error *error) {
-    const char *found = NULL;
+    uint64_t bytes[GGML_TYPE_COUNT] = {0};
+    enum ggml_type most = GGML_TYPE_F32; /* of the quantized ones; F32: there is none */
     for (int64_t i = 0; i < gguf->n_tensors; i++) {
         const dt_gguf_tensor *t = &gguf->tensors[i];
         if (ggml_is_quantized(t->type)) {
-            found = ggml_type_name(t->type);
+            bytes[t->type] += (uint64_t)t->bytes;
+            most = bytes[t->type] > bytes[most] ? t->type : most;
         } else if (t->ne[1] > 1 && ends_in(t->name, ".weight") && !ends_in(t->name, "_norm.weight") &&
                    !ends_in(t->name, "ffn_gate_inp.weight")) { /* libllama never quantizes the last two */
             return DT_OK;
         }
     }
-    if (found == NULL) {
+    if (most == GGML_TYPE_F32) {
         return DT_OK;
     }
     return dt_fail(error, DT_ERR_ARGUMENT,
                    "%s is quantized already (%s), and what that lost would not come back; give the model in F16, BF16 or F32",
-                   dt_gguf_path(gguf), found);
+                   dt_gguf_path(gguf), ggml_type_name(most));
 }
 
 static bool is_same_file(const char *a, const char *b) {
@@ -207,13 +207,6 @@ static dt_status tell_failure(const dt_quantize_params *params, const char *temp
 
 /* ---- threads ------------------------------------------------------------------------------------ */
 
-static void *wait_for(void *gate) {
-    free(malloc(1)); /* malloc sets something up for each thread, as it will for libllama's */
-    pthread_mutex_lock(gate);
-    pthread_mutex_unlock(gate);
-    return NULL;
-}
-
 /* Bytes that libllama needs while its threads run: the mapped input, one tensor's buffers and what they grow from, the rest. */
 static size_t room_for(const dt_gguf *gguf) {
     uint64_t room = (uint64_t)64 << 20, most = 0;
@@ -229,31 +222,6 @@ static size_t room_for(const dt_gguf *gguf) {
     return room < SIZE_MAX ? (size_t)room : SIZE_MAX;
 }
 
-/* How many of n threads libllama may start. Where one can't be started, for a limit on memory or on threads, it ends the process;
- * with a single one it starts none. So they are started here first, beside the memory that it will need. */
-static int32_t startable_threads(int32_t n, size_t room) {
-    void *held = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    pthread_t *threads = held != MAP_FAILED ? calloc((size_t)n, sizeof *threads) : NULL;
-    int32_t started = 0;
-    if (threads != NULL) {
-        pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-        pthread_mutex_lock(&gate);
-        while (started < n && pthread_create(&threads[started], NULL, wait_for, &gate) == 0) {
-            started++;
-        }
-        pthread_mutex_unlock(&gate);
-        for (int32_t i = 0; i < started; i++) {
-            pthread_join(threads[i], NULL);
-        }
-    }
-    free(threads);
-    if (held != MAP_FAILED) {
-        munmap(held, room);
-    }
-    /* at a limit: half, for others may come to it too */
-    return started == n ? n : started > 3 ? started / 2 : 1;
-}
-
 static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftype ftype, const dt_gguf *gguf, const char *temporary,
                                dt_error *error) {
     char *names = NULL;
@@ -264,7 +232,8 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
     }
     struct llama_model_quantize_params quantize = llama_model_quantize_default_params();
     const int32_t n_threads = params->n_threads > 0 ? params->n_threads : (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
-    quantize.nthread = n_threads > 1 ? startable_threads(n_threads, room_for(gguf)) : 1;
+    /* where a thread can't be started, libllama ends the process; with a single one it starts none */
+    quantize.nthread = n_threads > 1 ? dt_startable_threads(n_threads, room_for(gguf)) : 1;
     quantize.ftype = ftype;
     quantize.tt_overrides = keep;
     quantize.max_buf_size = MAX_BUFFER;
