@@ -100,6 +100,25 @@ static bool parse_depths(const char *text, bench *b, char *message, size_t capac
     return true;
 }
 
+/* What could only end in a table without rows, or after measuring for nothing. */
+static bool check_amounts(const bench_options *o, const bench *b, char *message, size_t capacity) {
+    const int64_t deepest = b->depths[b->n_depths - 1], more = o->n_prompt > o->n_decode ? o->n_prompt : o->n_decode;
+    if (o->n_decode == 0 && (o->parallel > 1 || (o->n_prompt == 0 && deepest == 0))) {
+        snprintf(message, capacity, "there is nothing to measure; give %s", o->parallel > 1 ? "-n" : "-n, -p or a depth with -d");
+        return false;
+    }
+    if (!o->compare && !o->shared.eviction) {
+        snprintf(message, capacity, "--no-compare leaves out what --cache-eviction is compared with; give that too");
+        return false;
+    }
+    if (o->compare && o->shared.n_ctx > 0 && deepest + more > o->shared.n_ctx) {
+        snprintf(message, capacity, "a depth of %lld and %lld tokens more don't fit into a context of %lld (-c)",
+                 (long long)deepest, (long long)more, (long long)o->shared.n_ctx);
+        return false;
+    }
+    return true;
+}
+
 /* Room for the deepest context and all repeats on top of it. */
 static size_t longest_context(const bench *b) {
     const bench_options *o = b->options;
@@ -403,10 +422,13 @@ static dt_status measure_parallel(bench *b, const dt_session_params *params, int
     static crowd c;
     c = (crowd){.group = NULL};
     dt_session_params in_group = *params;
-    const dt_group_params group = {
-        .n_threads = params->n_threads, .n_threads_batch = params->n_threads_batch, .kernel = params->kernel};
+    const dt_group_params group = {.n_threads = params->n_threads,
+                                   .n_threads_batch = params->n_threads_batch,
+                                   .kernel = params->kernel,
+                                   .kv_memory = params->kv_memory};
     dt_status status = dt_group_new(b->model, &group, &c.group, error);
     in_group.group = c.group;
+    in_group.kv_memory = 0; /* the limit is that of all together */
     for (; status == DT_OK && c.n < (size_t)b->options->parallel; c.n += status == DT_OK) {
         status = dt_session_new(b->model, &in_group, &c.sessions[c.n], error);
     }
@@ -565,7 +587,8 @@ int main(int argc, char **argv) {
     if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, argv[0], "-m FILE [-d 0,4096,8192] [flags]", &exit_code)) {
         return exit_code;
     }
-    if (!dt_shared_options_check(&o.shared, message, sizeof message) || !parse_depths(o.depths, &b, message, sizeof message)) {
+    if (!dt_shared_options_check(&o.shared, message, sizeof message) || !parse_depths(o.depths, &b, message, sizeof message) ||
+        !check_amounts(&o, &b, message, sizeof message)) {
         fprintf(stderr, "error: %s\n", message);
         return 2;
     }

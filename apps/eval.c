@@ -75,7 +75,7 @@ static const dt_option ab_rows[] = {
      "prompts, a line of JSON each: {\"prompt\": ...} or {\"messages\": [...]}; - = stdin"},
     {"--samples", "N", DT_OPTION_INT, AT(n_samples), 1, 1 << 20, "lines used, from the first on (50)"},
     {"-n, --predict, --n-predict", "N", DT_OPTION_INT, AT(n_predict), -1, 1 << 24,
-     "tokens generated at most; -1 = to the end of text (128)"},
+     "tokens generated at most, at least 1; -1 = to the end of text (128)"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "for messages, instead of the model's own"},
     {"--skip-long", NULL, DT_OPTION_ON, AT(skip_long), 0, 0, "leave out prompts that exceed the context (an error)"},
     {"--min-exact", "X", DT_OPTION_NUMBER, AT(min_exact), 0, 1, "passes only if this share of the outputs is the same (no check)"},
@@ -281,6 +281,14 @@ static const char *check_eviction(const eval_options *o, const command *c) {
         return "a file of --settings stands instead of --policy, --kept, --evict, --eviction-config, --eviction-preset and "
                "--prefill streaming; leave them out";
     }
+    if (o->policy != NULL && strcmp(o->policy, "none") == 0 && o->kept != NULL) {
+        return "--policy none keeps all; leave --kept out";
+    }
+    if (shared->kv_memory > 0) {
+        return "--kv-memory fits each side of a comparison for itself, so that they would differ in more than eviction; leave it "
+               "out, "
+               "and give a shorter --context where memory is short";
+    }
     if (c->run == eval_calibrate && (named || o->evict != 0 || (o->kept != NULL && strchr(o->kept, ',') != NULL) ||
                                      shared->min_cache_size >= 0 || shared->memory_slots >= 0 || shared->prefill != 0)) {
         return "calibrate learns what any setting can go by: of the flags of eviction it takes --max-cache-size, or one share with "
@@ -292,6 +300,9 @@ static const char *check_eviction(const eval_options *o, const command *c) {
 static const char *check(const eval_options *o, const command *c) {
     if (c->run == eval_ab && o->input == NULL) {
         return "there are no prompts to compare on; give them with -i FILE";
+    }
+    if (c->run == eval_ab && o->n_predict == 0) {
+        return "with -n 0 nothing would be written that could be compared; give at least 1";
     }
     if (c->run != eval_ab && c->run != eval_calibrate && o->file == NULL) {
         return "there is no text to measure on; give one with -f FILE";
@@ -359,6 +370,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
     }
     if (status == DT_OK) {
         e->result = begin_result(e, c);
+        e->measuring = true;
         status = e->result != NULL ? c->run(e, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
     }
     dt_report_progress_end();
@@ -477,7 +489,7 @@ static int measure(void *user) {
     if (status != DT_OK) {
         dt_report(DT_LOG_ERROR, "%s", error.message);
     }
-    const bool usage = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_IO;
+    const bool usage = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || (status == DT_ERR_IO && !e.measuring);
     return status == DT_OK ? (e.rejected ? EXIT_REJECTED : 0) : usage && !e.unopened ? 2 : 1;
 }
 

@@ -46,6 +46,7 @@ typedef struct eval {
     dt_eviction *observed; /* what the base session collects attention for: all settings */
     json_t *result;        /* what --json writes */
     bool unopened;         /* the model can't be opened */
+    bool measuring;        /* what fails now is no bad usage */
     bool rejected;         /* a threshold was missed */
 } eval;
 

@@ -194,7 +194,8 @@ static dt_status refuse(const plan *p, bool evicts, dt_error *error) {
     return dt_fail(error, DT_ERR_LIMIT,
                    "%s is too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
                    dt_size_of(p->params->kv_memory).text, expected_tokens(p->params), kib,
-                   evicts ? "; a smaller min_cache_size needs less" : "; with --cache-eviction less is enough");
+                   evicts ? "; a shorter context (-c) or smaller budgets may need less"
+                          : "; a shorter context (-c) needs less, and --cache-eviction may");
 }
 
 dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_budget *budgets, int32_t *total_cache_size,
