@@ -48,7 +48,9 @@ while [ $# -gt 0 ]; do
     shift
 done
 
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")" || exit 1
+trap 'say stopped >&2; exit 130' INT # also where the program that runs ends by itself at Ctrl-C
 system=$(uname -s)
 model=models/SmolLM2-135M-Instruct.Q4_1.gguf
 include_flags="-I/usr/local/include -I/opt/homebrew/include"
@@ -166,7 +168,10 @@ run.sh: (80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
 calibrate() {
     if [ ! -f "${model%.gguf}.tlc.json" ]; then
         say "learning what the model's heads need, once (a minute or two)"
-        ./deeptutor-eval calibrate -m "$model" >/dev/null || say "that failed; eviction works, but loses more"
+        ./deeptutor-eval calibrate -m "$model" >/dev/null || {
+            [ $? != 130 ] || exit 130
+            say "that failed; eviction works, but loses more"
+        }
     fi
 }
 
