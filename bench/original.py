@@ -17,6 +17,7 @@ on behind it. --shapes tiny is for trying it out: under a minute.
 
 import argparse
 import csv
+import fcntl
 import functools
 import json
 import os
@@ -29,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import peers  # noqa: E402
-from peers import ROOT, refuse, run, say  # noqa: E402
+from peers import ROOT, check_output, csv_text, refuse, replace_file, run, say, until_ctrl_c, whole, write_file  # noqa: E402
 
 REAL_MODEL = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 SPARE_BYTES = 2 << 30  # for the compute buffers, the program, the system
@@ -105,12 +106,16 @@ def measure_llama_with(bench, args, model, fa, prompt, decode):
                "--no-warmup", "--progress"]
     begun, told = {}, []
     with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as program:
-        for line in program.stderr:
-            told.append(line)
-            for phase in ("prompt run", "generation run"):
-                if phase in line and "warmup" not in line:
-                    begun[phase] = time.monotonic()
-        rows = program.stdout.read()
+        try:
+            for line in program.stderr:
+                told.append(line)
+                for phase in ("prompt run", "generation run"):
+                    if phase in line and "warmup" not in line:
+                        begun[phase] = time.monotonic()
+            rows = program.stdout.read()
+        except BaseException:
+            program.kill()
+            raise
     if program.returncode != 0 or len(begun) != 2:
         sys.exit(f"llama-bench failed: {' '.join(map(str, command))}\n{''.join(told)[-2000:]}")
     reading = begun["generation run"] - begun["prompt run"]
@@ -175,6 +180,37 @@ def estimate(args, bench, model, prompt, shape, engines):
     return seconds * args.rounds
 
 
+def stamp(path):
+    """What tells this file from another one of its name; None: there is none."""
+    try:
+        stat = os.stat(path)
+        return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
+    except OSError:
+        return None
+
+
+def lock(scratch):
+    """Until this process ends: two runs would remove each other's models, and measure each other. The file stays, so that all lock the
+    same one."""
+    path = scratch / "original.lock"
+    try:
+        file = open(path, "a+", encoding="utf-8")  # pylint: disable=consider-using-with
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            refuse(f"{scratch} is in use by another original.py, process {file.read().strip() or 'unknown'}; wait until it ends, or name "
+                   "another folder with --scratch")
+        except OSError:  # a file system without locks
+            pass
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+    except OSError as error:
+        refuse(f"{path} can't be written: {error.strerror}; free some space, or name another folder with --scratch")
+    return file
+
+
 class Journal:
     """What was measured of a shape, kept on disk until all of it is: hours of measuring survive a run that is broken off."""
 
@@ -192,25 +228,33 @@ class Journal:
         """The row of this name, measured where it is not there yet."""
         if name not in self.content["rows"]:
             self.content["rows"][name] = measure()
-            part = self.path.with_suffix(".part")
-            part.write_text(json.dumps(self.content), encoding="utf-8")
-            part.rename(self.path)
+            try:
+                replace_file(self.path, json.dumps(self.content))
+            except OSError as error:  # the measurement itself is fine
+                say(f"{self.path} can't be written: {error.strerror}; a run that is broken off now begins this shape anew")
         return self.content["rows"][name]
 
-    def remove(self):
-        self.path.unlink(missing_ok=True)
+
+def remove(paths):
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            say(f"{path} can't be removed: {error.strerror}")
 
 
 def measure_shape(args, bench, name, shape):
+    """The rows, None where it can't fit; and the files that are of no use once the rows are kept elsewhere."""
     model = make_model(args, name, shape)
     rows = eviction_rows(shape)
-    programs = [[str(program), os.path.getmtime(program)] for program in (args.bench, *([bench] if bench else []))]
+    files = [args.bench, *([bench] if bench else []), model.with_suffix(".tlc.json"), *([model] if shape.make is None else []),
+             *([args.eval, args.text] if shape.kld_context else [])]
     journal = Journal(args.scratch / f"{name}.journal",
-                      [peers.processor_name(), args.threads, args.flash_attention, shape.make, shape.prompt, programs])
+                      [peers.processor_name(), args.threads, args.flash_attention, shape.make, shape.prompt, list(map(stamp, files))])
     prompt = journal.content["prompt"] or fit_prompt(shape, os.path.getsize(model))
     if prompt == 0:
         say(f"{name}: left out, its weights and 2,048 tokens of cache don't fit this machine's memory")
-        return None
+        return None, []
     seconds = estimate(args, bench, model, prompt, shape, len(rows) + bool(bench))
     until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
     say(f"{name}: prompt {prompt}{' (shortened: memory)' if prompt < shape.prompt else ''}, "
@@ -231,10 +275,7 @@ def measure_shape(args, bench, name, shape):
                 samples.setdefault((engine, key), []).append(value)
             say(f"  round {turn + 1}/{args.rounds}  {engine}: prompt {values['prompt']:.1f} t/s, decode {values['decode']:.2f} "
                 f"t/s  ({clock(time.time() - start)})")
-    kld = measure_kld(args, model, shape) if shape.kld_context else {}
-    if shape.make is not None and not args.keep:
-        model.unlink()
-    journal.remove()
+    kld = journal.row("KLD", lambda: measure_kld(args, model, shape)) if shape.kld_context else {}
     result = []
     for engine in dict.fromkeys(engine for engine, _ in samples):
         row = {"shape": name, "prompt_tokens": prompt, "decode_tokens": shape.decode, "engine": engine, "rounds": args.rounds}
@@ -246,7 +287,7 @@ def measure_shape(args, bench, name, shape):
         row["kld"], row["top1"] = kld.get(engine, (None, None))
         row["shortened_from"] = shape.prompt if prompt < shape.prompt else None
         result.append(row)
-    return result
+    return result, [*([model] if shape.make is not None and not args.keep else []), journal.path]
 
 
 # ---- results ----
@@ -317,19 +358,14 @@ def table(shapes, args):
     return "\n".join(lines) + "\n"
 
 
-def write_results(folder, shapes, args):
-    folder.mkdir(parents=True, exist_ok=True)
-    name = folder / f"original-t{args.threads}"
-    with open(f"{name}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for rows in shapes.values():
-            writer.writerows({key: row.get(key) for key in FIELDS} for row in rows)
-    Path(f"{name}.md").write_text(table(shapes, args), encoding="utf-8")
-    return name
+def write_results(name, shapes, args):
+    rows = [[row.get(key) for key in FIELDS] for rows in shapes.values() for row in rows]
+    write_file(f"{name}.csv", csv_text([FIELDS, *rows]))
+    write_file(f"{name}.md", table(shapes, args))
+    say(f"written: {name}.md, .csv")
 
 
-def check(args, folder, shapes):
+def check(args, name, shapes):
     """What hours of measuring would end at."""
     for program in (args.bench, args.eval, args.make_model):
         if not os.access(program, os.X_OK):
@@ -340,21 +376,29 @@ def check(args, folder, shapes):
         refuse(f"{REAL_MODEL} is not there; run: bash run.sh --model")
     if any(shape.kld_context for shape in shapes) and not os.access(args.text, os.R_OK):
         refuse(f"{args.text} can't be read")
-    for path in (folder, args.scratch):
+    for path in (name.parent, args.scratch):
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             refuse(f"{path} can't be made a folder: {error.strerror}")
+    for end in ("md", "csv"):
+        check_output(f"{name}.{end}")
+
+
+def flash_attention(text):
+    if text not in ("0", "1", "0,1", "1,0"):
+        raise argparse.ArgumentTypeError(f"'{text}' is none of 0, 1 and 0,1")
+    return sorted(map(int, text.split(",")))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama2-7b,llama2-13b,qwen-7b,chatglm2-6b,smollm2")
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("-r", "--rounds", type=int, default=1)
+    parser.add_argument("-t", "--threads", type=whole(1), default=2)
+    parser.add_argument("-r", "--rounds", type=whole(1), default=1)
     parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")
     parser.add_argument("--llama-bench", type=Path, help="one that is built already (built into build-peers/)")
-    parser.add_argument("--flash-attention", default="0,1", type=lambda s: [int(x) for x in s.split(",")],
+    parser.add_argument("--flash-attention", default="0,1", type=flash_attention,
                         help="llama.cpp's -fa; of both the one that is faster on a beginning of the prompt (0,1)")
     parser.add_argument("--keep", action="store_true", help="keep the models made")
     parser.add_argument("--text", default=ROOT / "examples/genesis.txt", help="for KL divergences (examples/genesis.txt)")
@@ -368,18 +412,21 @@ def main():
     if unknown:
         parser.error(f"there is no shape {unknown[0]}; known: {', '.join(SHAPES)}")
     folder = args.output or ROOT / "bench/results" / peers.processor_name().replace(" ", "-")
-    check(args, folder, [SHAPES[name] for name in args.shapes.split(",")])
+    output = folder / f"original-t{args.threads}"
+    check(args, output, [SHAPES[name] for name in args.shapes.split(",")])
+    held = lock(args.scratch)
     shapes = read_rows(folder / f"original-t{args.threads}.csv")
     bench = None if args.no_llama else args.llama_bench or peers.build_peer("llama-bench")
     for name in args.shapes.split(","):
-        rows = measure_shape(args, bench, name, SHAPES[name])
+        rows, left = measure_shape(args, bench, name, SHAPES[name])
         if rows:
             shapes[name] = rows
-            written = write_results(folder, shapes, args)
-            say(f"written: {written}.md, .csv")
+            write_results(output, shapes, args)
+            remove(left)
     if shapes:
         print(table(shapes, args))
+    held.close()
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

@@ -14,6 +14,7 @@ counts, row by row.
 
 import argparse
 import csv
+import io
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,6 +46,77 @@ def run(command: list, what: str) -> str:
     if done.returncode != 0:
         sys.exit(f"{what} failed: {' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
+
+
+def until_ctrl_c(main) -> None:
+    """Runs it. A program that runs along with it must be ended on the way out; subprocess.run does so."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("stopped")
+        sys.exit(130)
+
+
+def whole(low: int, high: int = 10**9):
+    """For argparse: a whole number in this range."""
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is no whole number from {low} to {high}")
+        return value
+    return read
+
+
+def depths(text: str) -> list:
+    return [whole(0)(part) for part in text.split(",")]
+
+
+# ---- results: what took hours must not be lost at their end ----
+
+def check_output(path: Path) -> None:
+    """Before measuring: that write_file will work."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():  # a pipe, a terminal
+            path.open("ab").close()
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            file.write(b"x" * 4096)
+    except OSError as error:
+        refuse(f"{path} can't be written: {error.strerror}; name another place")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """The file has its old content or the new one, whole. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # where it is a link, the link stays
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "w", newline="", encoding="utf-8") as file:
+            file.write(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_file(path: Path, text: str, append: bool = False) -> None:
+    path = Path(path)
+    try:
+        replace_file(path, (path.read_text(encoding="utf-8") if append and path.is_file() else "") + text)
+    except OSError as error:
+        sys.exit(f"error: {path} can't be written: {error.strerror}")
+
+
+def csv_text(rows) -> str:
+    out = io.StringIO()
+    csv.writer(out).writerows(rows)
+    return out.getvalue()
 
 
 def peer_source() -> Path:
@@ -185,37 +258,47 @@ figure.savefig(data["file"], dpi=110)
 """
 
 
-def write_results(results: dict, args, title: str) -> None:
+def output_name(args) -> Path:
     folder = Path(args.output or ROOT / "bench/results" / processor_name().replace(" ", "-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    name = folder / (Path(args.model).stem + f"-t{args.threads}")
-    text = table(results, args, title)
-    Path(f"{name}.md").write_text(text, encoding="utf-8")
-    with open(f"{name}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["engine", "depth", "test", "median", "low", "high", "rounds"])
-        for (engine, depth, test), samples in results.items():
-            writer.writerow([engine, depth, test, *(f"{x:.2f}" for x in summarize(samples)), len(samples)])
+    return folder / (Path(args.model).stem + f"-t{args.threads}")
+
+
+def write_results(results: dict, args, title: str) -> None:
+    name, text = output_name(args), table(results, args, title)
+    print(text, flush=True)  # first: it needs no disk
+    write_file(Path(f"{name}.md"), text)
+    write_file(Path(f"{name}.csv"), csv_text([
+        ["engine", "depth", "test", "median", "low", "high", "rounds"],
+        *([*key, *(f"{x:.2f}" for x in summarize(samples)), len(samples)] for key, samples in results.items())]))
     points = [[e, d, t, statistics.median(s)] for (e, d, t), s in results.items()]
-    data = {"engines": list(dict.fromkeys(e for e, _, _ in results)), "points": points, "title": title, "file": f"{name}.png"}
-    subprocess.run([PEERS / "venv/bin/python", "-c", PLOT], input=json.dumps(data), text=True, check=True)
-    print(text)
+    part = Path(f"{name}.{os.getpid()}.part.png")
+    data = {"engines": list(dict.fromkeys(e for e, _, _ in results)), "points": points, "title": title, "file": str(part)}
+    try:
+        if subprocess.run([PEERS / "venv/bin/python", "-c", PLOT], input=json.dumps(data), text=True).returncode != 0:
+            sys.exit(f"error: {name}.png can't be drawn, see above; {name}.md and .csv are there")
+        part.replace(f"{name}.png")
+    except OSError as error:
+        sys.exit(f"error: {name}.png can't be drawn: {error.strerror}; {name}.md and .csv are there")
+    finally:
+        part.unlink(missing_ok=True)
     say(f"written: {name}.md, .csv, .png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("-d", "--depths", default="0,4096,6700", type=lambda s: [int(d) for d in s.split(",")])
-    parser.add_argument("-p", "--prefill", type=int, default=512)
-    parser.add_argument("-n", "--decode", type=int, default=64)
-    parser.add_argument("-r", "--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("-t", "--threads", type=whole(1), default=2)
+    parser.add_argument("-d", "--depths", default="0,4096,6700", type=depths)
+    parser.add_argument("-p", "--prefill", type=whole(0), default=512)
+    parser.add_argument("-n", "--decode", type=whole(1), default=64)
+    parser.add_argument("-r", "--rounds", type=whole(1), default=3)
+    parser.add_argument("--budget", type=whole(1), default=1024)
     parser.add_argument("--no-openvino", action="store_true")
     parser.add_argument("--no-prompt", action="store_true", help="leave out llama.cpp's whole prompts, which take minutes")
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
+    for end in ("md", "csv", "png"):
+        check_output(f"{output_name(args)}.{end}")
 
     llama, python = build_peer("llama-bench"), install_openvino()
     eviction = ["--cache-eviction", "--no-compare", "--max-cache-size", args.budget]
@@ -240,4 +323,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

@@ -1,9 +1,12 @@
 """bench/original.py on its tiny shape, without llama.cpp: every row is there, with its ratio and its bound."""
 import csv
+import fcntl
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -45,10 +48,11 @@ def test_better_setting_of_llama(tmp_path):
 
 
 @pytest.mark.parametrize("folder, what", [("file/results", "can't be made a folder"), ("broken", "is no table"),
-                                          ("half", "is no table")])
+                                          ("half", "is no table"), ("/proc", "can't be written"), ("taken", "can't be written")])
 def test_folders_that_are_refused(tmp_path, folder, what):
     """Before anything is measured."""
     (tmp_path / "file").write_text("")
+    (tmp_path / "taken/original-t1.md").mkdir(parents=True)
     for name, text in (("broken", "shape,engine\ntiny,TLC off\n"), ("half", "shape,engine,prompt_tokens,rounds,prompt,decode\n"
                                                                       "tiny,TLC docqa,512,1,1,1\n")):
         (tmp_path / name).mkdir()
@@ -75,7 +79,7 @@ def test_tiny_shape(tmp_path):
     assert float(rows[2]["kv_bytes"]) < float(rows[0]["kv_bytes"])
     table = (tmp_path / "original-t1.md").read_text()
     assert table in done.stdout and table.count("DeepTutor, TLC") == 3
-    assert list((tmp_path / "models").iterdir()) == []
+    assert os.listdir(tmp_path / "models") == ["original.lock"]
 
 
 def test_a_run_that_was_broken_off(tmp_path):
@@ -95,6 +99,114 @@ exec {BENCH} "$@"
     asked = [line for line in log.read_text().splitlines() if "-n 32" in line]  # not the probes
     assert [("docqa" in line, "--max-cache-size" in line) for line in asked] == [
         (False, False), (True, False), (True, False), (False, True)], asked
-    assert list((tmp_path / "models").iterdir()) == []
+    assert os.listdir(tmp_path / "models") == ["original.lock"]
     with open(tmp_path / "out/original-t1.csv", newline="") as file:
         assert [row["engine"] for row in csv.DictReader(file)] == ["TLC off", "TLC docqa", "TLC 128"]
+
+
+def start(tmp_path, *more, script="original.py", **how):
+    command = [sys.executable, ROOT / "bench" / script, *more]
+    if script == "original.py":
+        command += ["--shapes", "tiny", "-o", tmp_path / "out", "--scratch", tmp_path / "models", "--eval", EVAL, "--make-model",
+                    MAKE_MODEL]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def program(tmp_path, script):
+    path = tmp_path / "program"
+    path.write_text("#!/bin/sh\n" + script)
+    path.chmod(0o755)
+    return path
+
+
+def test_results_that_cant_be_written(tmp_path):
+    """One sentence, and nothing measured is lost: the next run writes it. A journal that can't be written stops nothing."""
+    bench = program(tmp_path, f"""[ -e {tmp_path}/free ] || mkdir -p {tmp_path}/out/original-t1.md
+case "$*" in *docqa*) echo >> {tmp_path}/log;; esac
+exec {BENCH} "$@"
+""")
+    first = start(tmp_path, "--no-llama", "-t", 1, "--bench", bench)
+    stderr = first.communicate(timeout=300)[1]
+    assert first.returncode == 1 and "original-t1.md can't be written: Is a directory" in stderr and "Traceback" not in stderr, stderr
+    assert sorted(os.listdir(tmp_path / "models")) == ["original.lock", "tiny.gguf", "tiny.journal"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["original-t1.csv", "original-t1.md"]
+    (tmp_path / "free").touch()
+    (tmp_path / "out/original-t1.md").rmdir()
+    second = start(tmp_path, "--no-llama", "-t", 1, "--bench", bench)
+    assert second.communicate(timeout=300)[1] and second.returncode == 0 and len((tmp_path / "log").read_text()) == 1
+    assert os.listdir(tmp_path / "models") == ["original.lock"]
+    (tmp_path / "models/tiny.journal").mkdir()
+    third = start(tmp_path, "--no-llama", "-t", 1, "--bench", bench)
+    stderr = third.communicate(timeout=300)[1]
+    assert "begins this shape anew" in stderr and "Traceback" not in stderr and third.returncode == 0, stderr
+
+
+def test_a_scratch_folder_in_use(tmp_path):
+    (tmp_path / "models").mkdir()
+    with open(tmp_path / "models/original.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        print("4711", file=other, flush=True)
+        run = start(tmp_path, "--no-llama", "-t", 1, "--bench", BENCH)
+        stderr = run.communicate(timeout=300)[1]
+    assert run.returncode == 2 and "original.py, process 4711" in stderr and stderr.count("\n") == 1, stderr
+
+
+def test_the_journal_knows_its_model(tmp_path):
+    """Other bytes under the same name, or something newly learned about them, are another model."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    import original
+    model, learned = tmp_path / "a.gguf", tmp_path / "a.tlc.json"
+    model.write_text("1")
+    seen = []
+    for change in (lambda: None, lambda: model.write_text("22"), lambda: os.utime(model, (1, 1)), lambda: learned.write_text("{}")):
+        change()
+        seen.append([original.stamp(model), original.stamp(learned)])
+    assert all(a != b for a, b in zip(seen, seen[1:])) and seen[0][1] is None
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("original.py", ["-r", 0]), ("original.py", ["-r", -1]), ("original.py", ["-t", 0]), ("original.py", ["--flash-attention", "x"]),
+    ("peers.py", ["-m", "m", "-r", 0]), ("peers.py", ["-m", "m", "-d", "0,x"]), ("peers.py", ["-m", "m", "-n", 0])])
+def test_numbers_that_are_refused(tmp_path, script, flags):
+    run = start(tmp_path, *flags, script=script)
+    stderr = run.communicate(timeout=60)[1]
+    assert run.returncode == 2 and f"'{str(flags[-1]).split(',')[-1]}' is no" in stderr, stderr
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_ctrl_c(tmp_path, llama):
+    """Sent to the script alone, as a supervisor does: the program that runs ends too."""
+    busy = program(tmp_path, f"echo $$ > {tmp_path}/pid.part; mv {tmp_path}/pid.part {tmp_path}/pid; exec sleep 300\n")
+    run = start(tmp_path, "-t", 1, *(["--llama-bench", busy, "--bench", BENCH] if llama else ["--no-llama", "--bench", busy]))
+    until = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    stderr = run.communicate(timeout=60)[1]
+    assert run.returncode == 130 and stderr.splitlines()[-1] == "stopped" and "Traceback" not in stderr, stderr
+    pid = (tmp_path / "pid").read_text().strip()
+    stat = pathlib.Path(f"/proc/{pid}/stat")
+    until = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rsplit(") ")[-1][0] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert time.monotonic() < until, f"process {pid} goes on"
+
+
+@pytest.mark.parametrize("ends", ["exit 1", "exit 130", "kill -INT $PPID; exit 1"])
+def test_run_sh(tmp_path, ends):
+    """In its own folder whatever CDPATH says; Ctrl-C while it learns about the model ends it, another failure there doesn't."""
+    here, other, tools = (tmp_path / name for name in ("dt", "other/dt", "tools"))
+    for folder in (here / "models", here / "python", here / "build/bin", other, tools):
+        folder.mkdir(parents=True)
+    (here / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
+    (here / "python/fetch_model.py").touch()
+    (here / "build/CMakeCache.txt").touch()
+    for name, script in (("cc", "cat >/dev/null"), ("c++", ""), ("cmake", "echo cmake version 3.30"), ("make", ""), ("python3", "")):
+        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / name).chmod(0o755)
+    (here / "build/bin/deeptutor-eval").write_text(f"#!/bin/sh\n{ends}\n")
+    (here / "build/bin/deeptutor-eval").chmod(0o755)
+    done = subprocess.run(["bash", "dt/run.sh", "--model"], cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+                          env={**os.environ, "CDPATH": str(tmp_path / "other"), "PATH": f"{tools}:{os.environ['PATH']}", "CC": "cc", "CXX": "c++"})
+    assert "learning what" in done.stdout and os.listdir(other) == [], done
+    assert (done.returncode, "main job" in done.stdout) == ((0, True) if ends == "exit 1" else (130, False)), done
