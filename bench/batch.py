@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import PEERS, ROOT, build_peer, processor_name, run, say
+from peers import PEERS, ROOT, build_peer, check_output, processor_name, run, say, until_ctrl_c, whole, write_file
 
 INSTRUCTION = "Summarize the following text in a few sentences.\n\n"
 LEAST, MOST = 4000, 6000  # tokens of a text
@@ -43,6 +43,13 @@ class Server:
                                             stderr=file)
 
     def __enter__(self):
+        try:
+            return self.started()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def started(self):
         while True:
             if self.process.poll() is not None:
                 sys.exit(f"the server ended at its start:\n{self.log.read_text(errors='replace')[-3000:]}")
@@ -130,7 +137,11 @@ def summarize_llama(args, texts: list, scratch: Path) -> dict:
 
         start = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
-            answers = list(pool.map(ask, [path.read_text(encoding="utf-8") for path in texts]))
+            try:
+                answers = list(pool.map(ask, [path.read_text(encoding="utf-8") for path in texts]))
+            except BaseException:
+                server.process.kill()  # else the pool waits for all that was asked
+                raise
         seconds = time.monotonic() - start
     return {"seconds": seconds, "prompt": sum(a["usage"]["prompt_tokens"] for a in answers),
             "generated": sum(a["usage"]["completion_tokens"] for a in answers), "sample": answers[0]["choices"][0]["message"]["content"]}
@@ -169,8 +180,7 @@ def measure(args, names: list, begin: int, end: int, kept: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="deeptutor-batch-") as scratch:
             row = engines(args)[name](args, texts, Path(scratch))
         say(f"texts {begin}-{end - 1}  {name}  {row['seconds']:.1f} s")
-        with open(kept, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"engine": name, "begin": begin, "end": end, **row}) + "\n")
+        write_file(kept, json.dumps({"engine": name, "begin": begin, "end": end, **row}) + "\n", append=True)
 
 
 def page(args, kept: Path) -> str:
@@ -194,37 +204,51 @@ def page(args, kept: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def piece(text: str) -> list:
+    try:
+        begin, end = map(whole(0), text.split("-"))
+    except ValueError:
+        begin = end = 0
+    if begin >= end:
+        raise argparse.ArgumentTypeError(f"'{text}' is no range such as 0-10")
+    return [begin, end]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("-n", "--tokens", type=int, default=100)
-    parser.add_argument("--texts", type=int, default=50)
-    parser.add_argument("--piece", type=int, default=10)
-    parser.add_argument("--parallel", type=int, default=8)
-    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("-t", "--threads", type=whole(1), default=2)
+    parser.add_argument("-n", "--tokens", type=whole(1), default=100)
+    parser.add_argument("--texts", type=whole(1), default=50)
+    parser.add_argument("--piece", type=whole(1), default=10)
+    parser.add_argument("--parallel", type=whole(1), default=8)
+    parser.add_argument("--budget", type=whole(1), default=1024)
     parser.add_argument("--flash-attention", default="auto", choices=["on", "off", "auto"])
     parser.add_argument("--sources", help="a folder of long texts")
-    parser.add_argument("--only", help="A-B: texts A to B-1")
+    parser.add_argument("--only", type=piece, help="A-B: texts A to B-1")
     parser.add_argument("--engine")
     parser.add_argument("--page", action="store_true")
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
+    if args.engine and args.engine not in engines(args):
+        parser.error(f"there is no engine {args.engine}; known: {', '.join(engines(args))}")
+    if args.output:
+        check_output(args.output)
     PEERS.mkdir(exist_ok=True)
     kept = PEERS / f"batch-{Path(args.model).stem}.jsonl"
     if len(list((PEERS / "batch-texts").glob("*.txt"))) != args.texts:
         shutil.rmtree(PEERS / "batch-texts", ignore_errors=True)
         write_texts(args, PEERS / "batch-texts")
     if not args.page:
-        begin, end = map(int, args.only.split("-")) if args.only else (0, args.texts)
+        begin, end = args.only or (0, args.texts)
         for i in range(begin, end, args.piece):
             measure(args, [args.engine] if args.engine else list(engines(args)), i, min(i + args.piece, end), kept)
     if args.page or not (args.only or args.engine):
         text = page(args, kept)
         print(text)
         if args.output:
-            Path(args.output).write_text(text, encoding="utf-8")
+            write_file(args.output, text)
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

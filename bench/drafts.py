@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import ROOT, processor_name, run, say
+from peers import ROOT, check_output, processor_name, run, say, until_ctrl_c, whole, write_file
 
 REPEATING = {"quotes": [], "rename": ["-cnv"], "comments": ["-cnv"], "letter": ["-cnv"]}
 OTHER = {"story": ["-cnv"], "explain": ["-cnv"], "advice": ["-cnv"], "essay": ["-cnv"]}
@@ -65,11 +65,11 @@ def table(rows):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default=ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf", type=Path)
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("-n", "--tokens", type=int, default=160)
-    parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("-t", "--threads", type=whole(1), default=2)
+    parser.add_argument("-n", "--tokens", type=whole(1), default=160)
+    parser.add_argument("-r", "--rounds", type=whole(1), default=3)
     parser.add_argument("--draft-model")
-    parser.add_argument("--draft-max", type=int)
+    parser.add_argument("--draft-max", type=whole(1))
     parser.add_argument("--only", help="prompts, separated by commas")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("flags", nargs="*")
@@ -78,6 +78,11 @@ def main() -> None:
     guessing = ["--draft-model", args.draft_model] if args.draft_model else ["--draft-lookup"]
     guessing += ["--draft-max", args.draft_max] if args.draft_max else []
     only = args.only.split(",") if args.only else [*REPEATING, *OTHER]
+    unknown = [name for name in only if name not in (*REPEATING, *OTHER)]
+    if unknown:
+        parser.error(f"there is no prompt {unknown[0]}; known: {', '.join([*REPEATING, *OTHER])}")
+    if args.output:
+        check_output(args.output)
     begun = time.time()
     repeating = [compare(args, name, [*flags, *GREEDY], guessing) for name, flags in REPEATING.items() if name in only]
     other = [compare(args, name, [*flags, *SAMPLED], guessing) for name, flags in OTHER.items() if name in only]
@@ -88,8 +93,7 @@ def main() -> None:
     text += ["Text that does not, sampled:", "", table(other), ""] if other else []
     say(f"{time.time() - begun:.0f} s")
     if args.output:
-        with open(args.output, "a", encoding="utf-8") as file:
-            file.write("\n".join(text) + "\n")
+        write_file(args.output, "\n".join(text) + "\n", append=True)
     else:
         print("\n".join(text))
     if not all(row["same"] for row in repeating + other):
@@ -97,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

@@ -15,7 +15,7 @@ import statistics
 import time
 from pathlib import Path
 
-from peers import ROOT, build_peer, processor_name, run, say
+from peers import ROOT, build_peer, processor_name, run, say, until_ctrl_c, whole
 
 
 def measure_llama(bench: Path, args) -> float:
@@ -37,12 +37,12 @@ def measure_ours(args, flags: list) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("-d", "--depth", type=int, default=4096)
-    parser.add_argument("-n", "--decode", type=int, default=64)
-    parser.add_argument("-s", "--sequences", type=int, default=8)
-    parser.add_argument("-r", "--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("-t", "--threads", type=whole(1), default=2)
+    parser.add_argument("-d", "--depth", type=whole(1), default=4096)
+    parser.add_argument("-n", "--decode", type=whole(1), default=64)
+    parser.add_argument("-s", "--sequences", type=whole(1), default=8)
+    parser.add_argument("-r", "--rounds", type=whole(1), default=3)
+    parser.add_argument("--budget", type=whole(1), default=1024)
     args = parser.parse_args()
 
     bench = build_peer("llama-batched-bench")
@@ -67,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

@@ -29,7 +29,7 @@ import sysconfig
 import time
 import zipfile
 
-from peers import processor_name, refuse
+from peers import check_output, processor_name, refuse, until_ctrl_c, whole, write_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVAL = ROOT / "deeptutor-eval"
@@ -213,11 +213,14 @@ def evaluate(options, out, *args):
         return
     print("quality: %s %s" % (time.strftime("%H:%M:%S"), out.stem), flush=True)
     partial = out.with_suffix(".partial-%d.json" % os.getpid())
-    done = subprocess.run([str(EVAL), *map(str, args), "-m", options.model, "-t", str(options.threads), "--no-progress",
-                           "--log-level", "error", "--json", str(partial)], stdout=subprocess.DEVNULL)
-    if done.returncode != 0:
-        sys.exit("deeptutor-eval %s ended with %d; its own message is above" % (args[0], done.returncode))
-    partial.rename(out)
+    try:
+        done = subprocess.run([str(EVAL), *map(str, args), "-m", options.model, "-t", str(options.threads), "--no-progress",
+                               "--log-level", "error", "--json", str(partial)], stdout=subprocess.DEVNULL)
+        if done.returncode != 0:
+            sys.exit("deeptutor-eval %s ended with %d; its own message is above" % (args[0], done.returncode))
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def calibrate(options, folder):
@@ -392,11 +395,10 @@ def needles_table(folder):
 
 def write_results(options, lines):
     folder, path = pathlib.Path(options.output), pathlib.Path(options.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
     head = ["# Quality", "", "`python3 bench/quality.py -m %s -o DIR --context %d --continuation %d`, %s, %s. docs/quality.md says what "
             "the columns mean." % (pathlib.Path(options.model).name, options.context, options.continuation, processor_name(),
                                    time.strftime("%Y-%m-%d")), ""]
-    path.with_suffix(".md").write_text("\n".join(head + lines).rstrip() + "\n")
+    write_file(path.with_suffix(".md"), "\n".join(head + lines).rstrip() + "\n")
     rows = ["kind,setting,piece,kept_share,kld,top1,nll,nll_full,right,asked"]
     for kind in ("kld", "parts", "presets", "needle"):
         for name, pieces in rows_of(folder, kind).items():
@@ -405,7 +407,7 @@ def write_results(options, lines):
                 cells = ["%.5f" % row[k] if k in row else "" for k in ("kept_share", "kld", "top1", "nll", "nll_full")]
                 cells += [str(sum(s["right"] for s in samples)), str(len(samples))] if samples else ["", ""]
                 rows.append(",".join([kind, name, piece] + cells))
-    path.with_suffix(".csv").write_text("\n".join(rows) + "\n")
+    write_file(path.with_suffix(".csv"), "\n".join(rows) + "\n")
 
 
 def kinds(text):
@@ -422,18 +424,20 @@ def main():
     parser.add_argument("--calibration", metavar="F", help="what predict goes by (made in DIR)")
     parser.add_argument("--only", default=",".join(KINDS), type=kinds)
     parser.add_argument("--pieces", type=int, default=8, choices=range(1, 9), metavar="N", help="of each kind of text, at most 8")
-    parser.add_argument("--serving", type=int, default=2, help="of these, compared as serving does too, token by token: slow (2)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens read, at most 8064, where presets are as large as they are; "
+    parser.add_argument("--serving", type=whole(0), default=2, help="of these, compared as serving does too, token by token: slow (2)")
+    parser.add_argument("--context", type=whole(1, 8064), default=2048, help="tokens read, at most 8064, where presets are as large as they are; "
                         "a DIR of its own for each (2048)")
-    parser.add_argument("--continuation", type=int, default=128, help="tokens compared after them (128)")
-    parser.add_argument("--samples", type=int, default=16, help="texts with needles")
-    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--continuation", type=whole(1), default=128, help="tokens compared after them (128)")
+    parser.add_argument("--samples", type=whole(0), default=16, help="texts with needles")
+    parser.add_argument("-t", "--threads", type=whole(1), default=1)
     parser.add_argument("--table", action="store_true", help="print the tables of what is there, and measure nothing")
     parser.add_argument("--results", metavar="F", help="write them to F.md and F.csv")
     options = parser.parse_args()
     folder = pathlib.Path(options.output)
     if options.results and not (pathlib.Path(options.results).parent.is_dir() or not pathlib.Path(options.results).parent.exists()):
         refuse("%s is no folder" % pathlib.Path(options.results).parent)
+    for end in (".md", ".csv") if options.results else ():
+        check_output(pathlib.Path(options.results).with_suffix(end))
     if not options.table:
         measure(options)
     elif not folder.is_dir():
@@ -445,4 +449,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

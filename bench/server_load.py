@@ -30,7 +30,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from peers import ROOT, processor_name, run, say
+from peers import ROOT, check_output, processor_name, refuse, run, say, until_ctrl_c, whole, write_file
 
 WORDS = ("river stone morning letter garden winter bridge candle market silver forest window anchor harvest thunder meadow copper lantern "
          "voyage shelter").split()
@@ -41,10 +41,27 @@ def size(text: str) -> int:
     return int(float(text.rstrip("KMG")) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1], 1))
 
 
+def kv_memory(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?[KMG]?", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no size such as 512M or 1G")
+    return text
+
+
+def minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number above 0 and below 1e6")
+    return value
+
+
 # ---- the server ----
 
 class Server:
     """One process, from its start to its end, and what it says about itself."""
+    all: list = []  # to end them where the script is ended
 
     def __init__(self, args, log: Path, *flags):
         self.log = log
@@ -53,6 +70,7 @@ class Server:
                                              "--chat-template", "chatml", "--temp", "0", *map(str, flags)], stdin=subprocess.DEVNULL,
                                             stdout=subprocess.DEVNULL, stderr=file)
         self.port = None
+        Server.all.append(self)
         while self.port is None:
             found = re.search(r"listening at http://\S+:(\d+)", log.read_text(errors="replace"))
             self.port = int(found.group(1)) if found else None
@@ -395,41 +413,49 @@ def page(args, r: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("--chats", type=int, default=64)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=48, help="the most a reply may have")
-    parser.add_argument("--parallel", type=int, default=16, help="the server's -np")
-    parser.add_argument("--kv-memory", default="1G")
-    parser.add_argument("--depth", type=int, default=512, help="of the benchmark; -1: without it")
-    parser.add_argument("--check", type=int, default=-1,
+    parser.add_argument("-t", "--threads", type=whole(1), default=2)
+    parser.add_argument("--chats", type=whole(1), default=64)
+    parser.add_argument("--minutes", type=minutes, default=10)
+    parser.add_argument("--turns", type=whole(1), default=12)
+    parser.add_argument("--tokens", type=whole(1), default=48, help="the most a reply may have")
+    parser.add_argument("--parallel", type=whole(1), default=16, help="the server's -np")
+    parser.add_argument("--kv-memory", type=kv_memory, default="1G")
+    parser.add_argument("--depth", type=whole(-1), default=512, help="of the benchmark; -1: without it")
+    parser.add_argument("--check", type=whole(-1), default=-1,
                         help="about so many chats, whose answers are checked (all); 0: none, and no page")
     parser.add_argument("--later", metavar="FILE", help="don't check answers, keep all for --finish")
     parser.add_argument("--finish", metavar="FILE", help="only check the answers of a run that was kept")
     parser.add_argument("-o", "--output", help="also write a page")
     parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
     args = parser.parse_args()
+    for path in filter(None, (args.output, args.later)):
+        check_output(path)
     folder, talks = Path(tempfile.mkdtemp(prefix="deeptutor-load-")), []
     try:
         if args.finish:
-            kept = json.loads(Path(args.finish).read_text(encoding="utf-8"))
-            result, talks = kept["result"], [Talk.of(kept_talk) for kept_talk in kept["talks"]]
+            try:
+                kept = json.loads(Path(args.finish).read_text(encoding="utf-8"))
+                result, talks = kept["result"], [Talk.of(kept_talk) for kept_talk in kept["talks"]]
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                refuse(f"{args.finish} is not what --later writes ({type(error).__name__}: {error})")
         else:
             result = measure(args, folder, talks)
         if args.later:
             kept = {"result": result, "talks": [vars(talk) for talk in talks]}
-            Path(args.later).write_text(json.dumps(kept), encoding="utf-8")
+            write_file(args.later, json.dumps(kept))
         elif args.check != 0:
             say("checking the answers")
             step = max(1, len(talks) // args.check) if args.check > 0 else 1
             result["answers"] = check_answers(args, talks[::step], folder)
             if args.output:
-                Path(args.output).write_text(page(args, result), encoding="utf-8")
+                write_file(args.output, page(args, result))
         print(json.dumps(result))
     finally:
+        for server in Server.all:
+            server.process.kill()
+            server.process.wait()
         shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

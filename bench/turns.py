@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from peers import ROOT, processor_name, say
+from peers import ROOT, check_output, processor_name, say, until_ctrl_c, whole, write_file
 
 WORDS = ("river stone morning letter garden winter bridge candle market silver forest window anchor harvest thunder meadow copper lantern "
          "voyage shelter").split()
@@ -37,14 +37,18 @@ def start(args, port):
                args.budget, *args.flags]
     server = subprocess.Popen([str(c) for c in command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     until = time.time() + 60
-    while time.time() < until and server.poll() is None:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return server
-        except OSError:
-            time.sleep(0.1)
+    try:
+        while time.time() < until and server.poll() is None:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return server
+            except OSError:
+                time.sleep(0.1)
+    except KeyboardInterrupt:
+        server.kill()
+        raise
     server.kill()
     sys.exit(f"the server does not start:\n{server.communicate()[1][-2000:]}")
 
@@ -90,16 +94,18 @@ def median(rows, key):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default=ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf", type=Path)
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("-n", "--tokens", type=int, default=96)
-    parser.add_argument("-r", "--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--words", type=int, default=120)
+    parser.add_argument("-t", "--threads", type=whole(1), default=2)
+    parser.add_argument("--turns", type=whole(1), default=20)
+    parser.add_argument("-n", "--tokens", type=whole(1), default=96)
+    parser.add_argument("-r", "--rounds", type=whole(1), default=3)
+    parser.add_argument("--budget", type=whole(1), default=512)
+    parser.add_argument("--words", type=whole(1), default=120)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
     args = parser.parse_args()
 
+    if args.output:
+        check_output(args.output)
     port = free_port()
     server = start(args, port)
     try:
@@ -124,11 +130,10 @@ def main() -> None:
                   f"turn {args.turns // 2 + 1}."]
     text = "\n".join(lines) + "\n\n"
     if args.output:
-        with open(args.output, "a", encoding="utf-8") as file:
-            file.write(text)
+        write_file(args.output, text, append=True)
     else:
         print(text)
 
 
 if __name__ == "__main__":
-    main()
+    until_ctrl_c(main)

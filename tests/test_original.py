@@ -166,18 +166,19 @@ def test_the_journal_knows_its_model(tmp_path):
 
 @pytest.mark.parametrize("script, flags", [
     ("original.py", ["-r", 0]), ("original.py", ["-r", -1]), ("original.py", ["-t", 0]), ("original.py", ["--flash-attention", "x"]),
-    ("peers.py", ["-m", "m", "-r", 0]), ("peers.py", ["-m", "m", "-d", "0,x"]), ("peers.py", ["-m", "m", "-n", 0])])
+    ("peers.py", ["-m", "m", "-r", 0]), ("peers.py", ["-m", "m", "-d", "0,x"]), ("peers.py", ["-m", "m", "-n", 0]),
+    ("parallel.py", ["-m", "m", "-s", 0]), ("drafts.py", ["-r", 0]), ("turns.py", ["--turns", -1]), ("batch.py", ["-m", "m", "--only", "x"]),
+    ("batch.py", ["-m", "m", "--piece", 0]), ("quality.py", ["-m", "m", "-o", "o", "--context", 9000]),
+    ("server_load.py", ["-m", "m", "--chats", 0]), ("server_load.py", ["-m", "m", "--minutes", "nan"]),
+    ("server_load.py", ["-m", "m", "--kv-memory", "x"])])
 def test_numbers_that_are_refused(tmp_path, script, flags):
     run = start(tmp_path, *flags, script=script)
     stderr = run.communicate(timeout=60)[1]
-    assert run.returncode == 2 and f"'{str(flags[-1]).split(',')[-1]}' is no" in stderr, stderr
+    assert "invalid" not in stderr and run.returncode == 2 and f"'{str(flags[-1]).split(',')[-1]}' is no" in stderr, stderr
 
 
-@pytest.mark.parametrize("llama", [False, True])
-def test_ctrl_c(tmp_path, llama):
+def stopped_by_ctrl_c(tmp_path, run):
     """Sent to the script alone, as a supervisor does: the program that runs ends too."""
-    busy = program(tmp_path, f"echo $$ > {tmp_path}/pid.part; mv {tmp_path}/pid.part {tmp_path}/pid; exec sleep 300\n")
-    run = start(tmp_path, "-t", 1, *(["--llama-bench", busy, "--bench", BENCH] if llama else ["--no-llama", "--bench", busy]))
     until = time.monotonic() + 60
     while not (tmp_path / "pid").exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -190,6 +191,29 @@ def test_ctrl_c(tmp_path, llama):
     while stat.exists() and stat.read_text().rsplit(") ")[-1][0] != "Z" and time.monotonic() < until:
         time.sleep(0.05)
     assert time.monotonic() < until, f"process {pid} goes on"
+
+
+def busy(tmp_path):
+    return program(tmp_path, f"echo $$ > {tmp_path}/pid.part; mv {tmp_path}/pid.part {tmp_path}/pid; exec sleep 300\n")
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_ctrl_c(tmp_path, llama):
+    flags = ["--llama-bench", busy(tmp_path), "--bench", BENCH] if llama else ["--no-llama", "--bench", busy(tmp_path)]
+    stopped_by_ctrl_c(tmp_path, start(tmp_path, "-t", 1, *flags))
+
+
+@pytest.mark.parametrize("script, program_name", [("turns", "deeptutor-server"), ("server_load", "deeptutor-server"), ("batch", "deeptutor-server"),
+                                                  ("drafts", "main")])
+def test_ctrl_c_elsewhere(tmp_path, script, program_name):
+    """With programs of another folder: the scripts take them from their own."""
+    busy(tmp_path).rename(tmp_path / program_name)
+    (tmp_path / "texts").mkdir()
+    code = (f"import sys, pathlib; sys.path.insert(0, {str(ROOT / 'bench')!r}); import peers, {script} as script; "
+            "script.ROOT = script.PEERS = pathlib.Path(sys.argv.pop(1)); peers.until_ctrl_c(script.main)")
+    flags = {"server_load": ["--depth", "-1"], "batch": ["--sources", tmp_path / "texts"]}.get(script, [])
+    stopped_by_ctrl_c(tmp_path, subprocess.Popen(list(map(str, [sys.executable, "-c", code, tmp_path, "-m", "m", *flags])),
+                                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
 
 
 @pytest.mark.parametrize("ends", ["exit 1", "exit 130", "kill -INT $PPID; exit 1"])
