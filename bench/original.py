@@ -190,8 +190,8 @@ def stamp(path):
 
 
 def lock(scratch):
-    """Until this process ends: two runs would remove each other's models, and measure each other. The file stays, so that all lock the
-    same one."""
+    """Until this process ends: two runs would remove each other's models, and measure each other. The file stays, so that all
+    lock the same one."""
     path = scratch / "original.lock"
     try:
         file = open(path, "a+", encoding="utf-8")  # pylint: disable=consider-using-with
@@ -199,8 +199,9 @@ def lock(scratch):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            refuse(f"{scratch} is in use by another original.py, process {file.read().strip() or 'unknown'}; wait until it ends, or name "
-                   "another folder with --scratch")
+            other = file.read().strip() or "unknown"
+            refuse(f"{scratch} is in use by another original.py, process {other}; wait until it ends, or name another folder with "
+                   "--scratch")
         except OSError:  # a file system without locks
             pass
         file.truncate(0)
@@ -250,7 +251,8 @@ def measure_shape(args, bench, name, shape):
     files = [args.bench, *([bench] if bench else []), model.with_suffix(".tlc.json"), *([model] if shape.make is None else []),
              *([args.eval, args.text] if shape.kld_context else [])]
     journal = Journal(args.scratch / f"{name}.journal",
-                      [peers.processor_name(), args.threads, args.flash_attention, shape.make, shape.prompt, list(map(stamp, files))])
+                      [peers.processor_name(), args.threads, args.flash_attention, shape.make, shape.prompt,
+                       [stamp(file) for file in files]])
     prompt = journal.content["prompt"] or fit_prompt(shape, os.path.getsize(model))
     if prompt == 0:
         say(f"{name}: left out, its weights and 2,048 tokens of cache don't fit this machine's memory")

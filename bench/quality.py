@@ -424,9 +424,10 @@ def main():
     parser.add_argument("--calibration", metavar="F", help="what predict goes by (made in DIR)")
     parser.add_argument("--only", default=",".join(KINDS), type=kinds)
     parser.add_argument("--pieces", type=int, default=8, choices=range(1, 9), metavar="N", help="of each kind of text, at most 8")
-    parser.add_argument("--serving", type=whole(0), default=2, help="of these, compared as serving does too, token by token: slow (2)")
-    parser.add_argument("--context", type=whole(1, 8064), default=2048, help="tokens read, at most 8064, where presets are as large as they are; "
-                        "a DIR of its own for each (2048)")
+    parser.add_argument("--serving", type=whole(0), default=2,
+                        help="of these, compared as serving does too, token by token: slow (2)")
+    parser.add_argument("--context", type=whole(1, 8064), default=2048,
+                        help="tokens read, at most 8064, where presets are as large as they are; a DIR of its own for each (2048)")
     parser.add_argument("--continuation", type=whole(1), default=128, help="tokens compared after them (128)")
     parser.add_argument("--samples", type=whole(0), default=16, help="texts with needles")
     parser.add_argument("-t", "--threads", type=whole(1), default=1)

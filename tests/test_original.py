@@ -127,7 +127,8 @@ exec {BENCH} "$@"
 """)
     first = start(tmp_path, "--no-llama", "-t", 1, "--bench", bench)
     stderr = first.communicate(timeout=300)[1]
-    assert first.returncode == 1 and "original-t1.md can't be written: Is a directory" in stderr and "Traceback" not in stderr, stderr
+    assert first.returncode == 1 and "original-t1.md can't be written: Is a directory" in stderr, stderr
+    assert "Traceback" not in stderr, stderr
     assert sorted(os.listdir(tmp_path / "models")) == ["original.lock", "tiny.gguf", "tiny.journal"]
     assert sorted(os.listdir(tmp_path / "out")) == ["original-t1.csv", "original-t1.md"]
     (tmp_path / "free").touch()
@@ -165,9 +166,11 @@ def test_the_journal_knows_its_model(tmp_path):
 
 
 @pytest.mark.parametrize("script, flags", [
-    ("original.py", ["-r", 0]), ("original.py", ["-r", -1]), ("original.py", ["-t", 0]), ("original.py", ["--flash-attention", "x"]),
+    ("original.py", ["-r", 0]), ("original.py", ["-r", -1]), ("original.py", ["-t", 0]),
+    ("original.py", ["--flash-attention", "x"]),
     ("peers.py", ["-m", "m", "-r", 0]), ("peers.py", ["-m", "m", "-d", "0,x"]), ("peers.py", ["-m", "m", "-n", 0]),
-    ("parallel.py", ["-m", "m", "-s", 0]), ("drafts.py", ["-r", 0]), ("turns.py", ["--turns", -1]), ("batch.py", ["-m", "m", "--only", "x"]),
+    ("parallel.py", ["-m", "m", "-s", 0]), ("drafts.py", ["-r", 0]), ("turns.py", ["--turns", -1]),
+    ("batch.py", ["-m", "m", "--only", "x"]),
     ("batch.py", ["-m", "m", "--piece", 0]), ("quality.py", ["-m", "m", "-o", "o", "--context", 9000]),
     ("server_load.py", ["-m", "m", "--chats", 0]), ("server_load.py", ["-m", "m", "--minutes", "nan"]),
     ("server_load.py", ["-m", "m", "--kv-memory", "x"])])
@@ -203,8 +206,8 @@ def test_ctrl_c(tmp_path, llama):
     stopped_by_ctrl_c(tmp_path, start(tmp_path, "-t", 1, *flags))
 
 
-@pytest.mark.parametrize("script, program_name", [("turns", "deeptutor-server"), ("server_load", "deeptutor-server"), ("batch", "deeptutor-server"),
-                                                  ("drafts", "main")])
+@pytest.mark.parametrize("script, program_name", [("turns", "deeptutor-server"), ("server_load", "deeptutor-server"),
+                                                  ("batch", "deeptutor-server"), ("drafts", "main")])
 def test_ctrl_c_elsewhere(tmp_path, script, program_name):
     """With programs of another folder: the scripts take them from their own."""
     busy(tmp_path).rename(tmp_path / program_name)
@@ -225,12 +228,14 @@ def test_run_sh(tmp_path, ends):
     (here / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
     (here / "python/fetch_model.py").touch()
     (here / "build/CMakeCache.txt").touch()
-    for name, script in (("cc", "cat >/dev/null"), ("c++", ""), ("cmake", "echo cmake version 3.30"), ("make", ""), ("python3", "")):
+    for name, script in (("cc", "cat >/dev/null"), ("c++", ""), ("cmake", "echo cmake version 3.30"), ("make", ""),
+                         ("python3", "")):
         (tools / name).write_text(f"#!/bin/sh\n{script}\n")
         (tools / name).chmod(0o755)
     (here / "build/bin/deeptutor-eval").write_text(f"#!/bin/sh\n{ends}\n")
     (here / "build/bin/deeptutor-eval").chmod(0o755)
-    done = subprocess.run(["bash", "dt/run.sh", "--model"], cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
-                          env={**os.environ, "CDPATH": str(tmp_path / "other"), "PATH": f"{tools}:{os.environ['PATH']}", "CC": "cc", "CXX": "c++"})
+    env = {**os.environ, "CDPATH": str(tmp_path / "other"), "PATH": f"{tools}:{os.environ['PATH']}", "CC": "cc", "CXX": "c++"}
+    done = subprocess.run(["bash", "dt/run.sh", "--model"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          stdin=subprocess.DEVNULL, env=env)
     assert "learning what" in done.stdout and os.listdir(other) == [], done
     assert (done.returncode, "main job" in done.stdout) == ((0, True) if ends == "exit 1" else (130, False)), done
