@@ -201,17 +201,53 @@ def test_what_is_no_report(tmp_path):
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/t.jsonl", "is read"),
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/missing/x.json", "is no folder"),
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/r_results --eviction-config={0}/r_results", "is read"),
-    ("tasks.py -m {0}/missing.gguf -i {0}/t.jsonl -o {0}/y.json", "missing.gguf can't be read")])
+    ("tasks.py -m {0}/missing.gguf -i {0}/t.jsonl -o {0}/y.json", "missing.gguf can't be read"),
+    ("report.py -o {0}/fifo {0}/x.json", "is no regular file"), ("report.py -o {0}/fifolink {0}/x.json", "is no regular file"),
+    ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/fifo", "is no regular file"),
+    ("report.py -o {0}/circle {0}/x.json", "circle can't be written"),
+    ("report.py -o {0}/p.md {0}/x.json", "01.png is a folder"),
+    ("report.py -o {0}/p.html -m {0}/x.json -f {0}/t.jsonl", "kld-window.json is a folder"),
+    ("report.py -o {0}/n.md {0}/x.json", "n_files is needed as a folder")])
 def test_outputs_that_are_refused(tmp_path, command, what):
     """Before anything is measured, and nothing is written."""
     for name in ("x.json", "t.jsonl", "r_results", "s_files"):
         write(tmp_path / name, KLD)
-    (tmp_path / "link.json").symlink_to("x.json")
-    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    for name, target in (("link.json", "x.json"), ("fifolink", "fifo"), ("circle", "circle"), ("n_files", "nothing")):
+        (tmp_path / name).symlink_to(target)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "p_files/01.png").mkdir(parents=True)
+    (tmp_path / "p_results/kld-window.json").mkdir(parents=True)
+    before = {path.name: path.is_file() and path.read_text() for path in tmp_path.iterdir()}
     measures = ["--program", sys.executable] if "-m " in command else []  # would end with another message
     failed = python(*command.format(tmp_path).split(), *measures, code=2)
     assert what in failed.stderr and failed.stderr.count("\n") == 1, failed.stderr
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    assert {path.name: path.is_file() and path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_what_an_output_replaces(tmp_path):
+    """The file that a link leads to, there already or not; its mode stays, and so do other files."""
+    from eval.command import write_whole
+
+    old, own = write(tmp_path / "old.json", "old"), write(tmp_path / "link.json.part", "own")
+    old.chmod(0o600)
+    for name, target in (("link.json", "old.json"), ("new link.json", "new.json")):
+        (tmp_path / name).symlink_to(target)
+        write_whole(tmp_path / name, name)
+        assert (tmp_path / name).is_symlink() and (tmp_path / target).read_text() == name
+    write(tmp_path / "plain", "")
+    assert old.stat().st_mode & 0o777 == 0o600 and own.read_text() == "own"
+    assert (tmp_path / "new.json").stat().st_mode == (tmp_path / "plain").stat().st_mode  # as umask says
+    with pytest.raises(SystemExit):
+        write_whole(tmp_path, "no file")
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_an_output_where_the_table_goes(tmp_path):
+    path = tmp_path / "x.json"
+    with open(path, "w") as file:
+        done = subprocess.run([sys.executable, ROOT / "python/eval/tasks.py", "-m", TEXT, "-i", TEXT, "-o", path, "--program",
+                               sys.executable], stdout=file, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2 and "where stdout goes" in done.stderr and path.read_text() == "", done
 
 
 def test_what_the_reference_needs(tmp_path):
@@ -221,6 +257,8 @@ def test_what_the_reference_needs(tmp_path):
     assert "run.sh --test" in python(*common, "--ask-llama", tmp_path / "missing", code=2).stderr
     assert "not a whole GGUF model" in python(*common, "--ask-llama", sys.executable, code=2).stderr
     assert "is no folder" in python(*common, "--ask-llama", sys.executable, "--json", tmp_path / "missing/x.json", code=2).stderr
+    os.mkfifo(tmp_path / "fifo")
+    assert "no regular" in python(*common, "--ask-llama", sys.executable, "--json", tmp_path / "fifo", code=2).stderr
 
 
 @pytest.mark.parametrize("script", ["report.py", "reference.py"])

@@ -1,11 +1,17 @@
-"""What the commands of this folder share: how they refuse, which Python runs them, how they run programs and write files.
+"""What the commands of this folder share: how they refuse and stop, which Python runs them, how they run programs and write files.
 
-Invariant: what was asked wrongly is refused in one sentence, with exit code 2, before anything is measured or written.
+Invariant: what was asked wrongly is refused in one sentence, with exit code 2, before anything is measured or written. Nothing is
+replaced but the regular file that an output's name leads to.
 """
+import contextlib
+import errno
 import os
 import pathlib
+import stat
 import subprocess
 import sys
+
+from convert.stopping import held
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
@@ -37,22 +43,40 @@ def check_inputs(paths):
             fail(f"{path} can't be read: {error.strerror}")
 
 
+def part_of(target):
+    """A file in the making, which is made only where there is none. TARGET.part would be a name that others use too."""
+    return f"{target}.{os.getpid()}.deeptutor"
+
+
 def check_output(path, inputs):
-    """That a file can be written there when all is measured, and that it is none of those read."""
-    path = pathlib.Path(path)
-    if path.is_dir():
-        fail(f"{path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        fail(f"{path.parent} is no folder")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        fail(f"nothing can be written to {path.parent}")
+    """That a file can be written there when all is measured, that it is none of those read, and not where the table goes."""
+    target, there = pathlib.Path(os.path.realpath(path)), None
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            there = os.stat(path)
+        if there and stat.S_ISDIR(there.st_mode):
+            fail(f"{path} is a folder; name a file in it")
+        if there and not stat.S_ISREG(there.st_mode):
+            fail(f"{path} is no regular file; name one for the output")
+        if not target.parent.is_dir():
+            fail(f"{target.parent if os.path.islink(path) else pathlib.Path(path).parent} is no folder")
+        if there and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with held():
+            open(part_of(target), "xb").close()
+            os.unlink(part_of(target))
+    except OSError as error:
+        fail(f"{path} can't be written: {error.strerror}")
     for source in inputs:
-        if path.exists() and os.path.exists(source) and os.path.samefile(path, source):
+        if there and os.path.exists(source) and os.path.samestat(there, os.stat(source)):
             fail(f"{path} is read, so it can't be written to; give the output another name")
+    with contextlib.suppress(OSError):  # closed
+        if there and os.path.samestat(there, os.fstat(1)):
+            fail(f"{path} is where stdout goes; give the output another name")
 
 
 def check_folder(path):
-    if path.exists() and not path.is_dir():
+    if os.path.lexists(path) and not path.is_dir():
         fail(f"{path} is needed as a folder; move that file away")
 
 
@@ -64,12 +88,35 @@ def run_program(command, codes=(0,), **more):
              2 if done.returncode == 2 else 1)
 
 
-def write_whole(path, text):
-    """Whole or not at all. Half a surrogate pair, which JSON can name and UTF-8 can't, is written as JSON names it."""
-    part = pathlib.Path(f"{path}.part")
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file that takes the place of `path` at the end, whole and on its disk, or is gone. Links are followed; a file that is
+    replaced leaves its mode."""
+    target, made = os.path.realpath(path), False
+    part = part_of(target)
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(part, path)
+        with held():
+            file = open(part, "xb")
+            made = True
+        with file:
+            with contextlib.suppress(OSError):  # none is there; or a file system without modes
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    except BaseException:
+        if made:
+            pathlib.Path(part).unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path, content):
+    """Whole or not at all. Half a surrogate pair, which JSON can name and UTF-8 can't, is written as JSON names it."""
+    try:
+        with replacing(path) as file:
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        part.unlink(missing_ok=True)
         fail(f"{path} can't be written: {error.strerror}", 1)

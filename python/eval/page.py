@@ -120,8 +120,10 @@ def to_markdown(title, blocks, folder):
             for figure, caption in content[0]:
                 n += 1
                 name = folder / f"{n:02d}.png"
-                figure.savefig(name, dpi=150, facecolor="white")
+                out = io.BytesIO()
+                figure.savefig(out, format="png", dpi=150, facecolor="white")
                 plots.plt.close(figure)
+                write_whole(name, out.getvalue())
                 parts.append(f"**{caption}**\n\n![{caption}]({folder.name}/{name.name})")
         else:
             for label, sides in content[1]:

@@ -240,13 +240,22 @@ def split_label(argument):
 
 def check(args, given):
     inputs = [path for path in (args.model, args.file, args.input) if path]
-    check_output(args.output, [*inputs, *(path for _, path in given)])
+    read = [*inputs, *(path for _, path in given)]
+    check_output(args.output, read)
     check_inputs(inputs)
+    written = []
     if args.model:
         check_program(args.program, "bash run.sh")
-        check_folder(beside(args.output, "_results"))
+        folder = beside(args.output, "_results")
+        check_folder(folder)
+        written += [folder / f"{name}.json" for name, _, _ in planned(args)]
     if args.output.endswith(".md"):
-        check_folder(beside(args.output, "_files"))
+        folder = beside(args.output, "_files")
+        check_folder(folder)
+        written += folder.glob("[0-9][0-9]*.png")  # those there; how many there will be, the results tell
+    for path in written:
+        if path.parent.is_dir():
+            check_output(path, inputs)
 
 
 def at_least_one(text):
