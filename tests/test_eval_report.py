@@ -4,8 +4,10 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -248,6 +250,36 @@ def test_an_output_where_the_table_goes(tmp_path):
         done = subprocess.run([sys.executable, ROOT / "python/eval/tasks.py", "-m", TEXT, "-i", TEXT, "-o", path, "--program",
                                sys.executable], stdout=file, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2 and "where stdout goes" in done.stderr and path.read_text() == "", done
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command", ["tasks.py -i {0}/t.jsonl -o {0}/out", "report.py -f {1} -o {0}/out",
+                                     "reference.py -f {1} --context 8 --continuation 4 --chunks 1 --tokens {0}/ids"])
+def test_stopped(tmp_path, request, command, how):
+    """One line; what was started is ended, and nothing stays in the folder for temporary files."""
+    pytest.importorskip("gguf" if "reference" in command else "matplotlib" if "report" in command else "json")
+    if "reference" in command and not all(os.access(program, os.X_OK) for program in (EVAL, MAKE_MODEL, ASK_LLAMA)):
+        pytest.skip("DT_MAKE_MODEL names no program")
+    model = request.getfixturevalue("tiny") if "reference" in command else TEXT
+    program = write(tmp_path / "program", '#!/bin/sh\necho $$ > "$0.new" && mv "$0.new" "$0.pid"\nexec sleep 100\n')
+    program.chmod(0o755)
+    write(tmp_path / "t.jsonl", {"input": "x", "outputs": ["x"]})
+    write(tmp_path / "ids", [1] * 16)
+    (tmp_path / "tmp").mkdir()
+    script, *arguments = command.format(tmp_path, TEXT).split()
+    process = subprocess.Popen([sys.executable, ROOT / "python/eval" / script, *arguments, "-m", model, "--program", program],
+                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    pid = tmp_path / "program.pid"
+    deadline = time.monotonic() + 60
+    while not pid.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(how)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + how and told.endswith("stopped\n") and "Traceback" not in told, told
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert list((tmp_path / "tmp").iterdir()) == [] and not (tmp_path / "out").exists()
 
 
 def test_what_the_reference_needs(tmp_path):

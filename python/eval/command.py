@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 
-from convert.stopping import held
+from convert.stopping import STOPS, Stopped, caught, held
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
@@ -19,6 +19,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 def fail(text, code=2):
     print(f"error: {text}", file=sys.stderr)
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def stoppable():
+    """Inside, Ctrl-C and its like end the program with one line, once what was begun is cleared away. So does a full disk."""
+    try:
+        with caught():
+            yield
+    except Stopped as stopped:
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    except OSError as error:
+        fail(f"{error.filename or 'reading or writing'}: {error.strerror or error}", 1)
 
 
 def go_on_in_venv(error):
@@ -81,11 +94,21 @@ def check_folder(path):
 
 
 def run_program(command, codes=(0,), **more):
-    """Its messages go where ours go. What it refuses was asked wrongly of us too."""
-    done = subprocess.run([str(part) for part in command], stdin=subprocess.DEVNULL, **more)
-    if done.returncode not in codes:
-        fail(f"{command[0]} {command[1]} ended with {done.returncode}; its own message is above",
-             2 if done.returncode == 2 else 1)
+    """Its messages go where ours go. What it refuses was asked wrongly of us too. It ends when we are stopped."""
+    process = None
+    try:
+        with held():
+            process = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL, **more)
+        code = process.wait()
+    except BaseException:
+        if process is not None:
+            process.terminate()
+            process.wait()
+        raise
+    if -code in STOPS:
+        raise Stopped(-code)
+    if code not in codes:
+        fail(f"{command[0]} {command[1]} ended with {code}; its own message is above", 2 if code == 2 else 1)
 
 
 @contextlib.contextmanager

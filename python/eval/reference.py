@@ -21,13 +21,14 @@ import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from eval.command import (ROOT, check_inputs, check_output, check_program, fail, go_on_in_venv, run_program,  # noqa: E402
-                          write_whole)
+                          stoppable, write_whole)
 
-try:
-    import gguf
-    import numpy as np
-except ModuleNotFoundError as missing:
-    go_on_in_venv(missing)
+with stoppable():
+    try:
+        import gguf
+        import numpy as np
+    except ModuleNotFoundError as missing:
+        go_on_in_venv(missing)
 
 SINKS = 4
 BLOCK = 128  # queries at a time
@@ -251,4 +252,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    with stoppable():
+        main()

@@ -18,7 +18,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from eval.command import (ROOT, check_folder, check_inputs, check_output, check_program, fail, go_on_in_venv,  # noqa: E402
-                          run_program, write_whole)
+                          run_program, stoppable, write_whole)
 from eval.results import BadResult, name_series, read_result, series_of  # noqa: E402
 
 METHODS = [
@@ -298,4 +298,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    with stoppable():
+        main()

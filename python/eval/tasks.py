@@ -19,7 +19,8 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from eval.command import ROOT, check_inputs, check_output, check_program, fail, run_program, write_whole  # noqa: E402
+from eval.command import (ROOT, check_inputs, check_output, check_program, fail, run_program, stoppable,  # noqa: E402
+                          write_whole)
 from eval.metrics import LONGBENCH, METRICS  # noqa: E402
 
 QUESTION = "{context}\n\nAnswer the question from the text above, in as few words as possible.\n\nQuestion: {input}\nAnswer:"
@@ -126,4 +127,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    with stoppable():
+        main()
