@@ -204,6 +204,8 @@ def test_what_is_no_report(tmp_path):
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/missing/x.json", "is no folder"),
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/r_results --eviction-config={0}/r_results", "is read"),
     ("tasks.py -m {0}/missing.gguf -i {0}/t.jsonl -o {0}/y.json", "missing.gguf can't be read"),
+    ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/y.json --min-exact 1", "--min-exact checks nothing"),
+    ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/y.json --max-kv-share=1", "--max-kv-share checks nothing"),
     ("report.py -o {0}/fifo {0}/x.json", "is no regular file"), ("report.py -o {0}/fifolink {0}/x.json", "is no regular file"),
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/fifo", "is no regular file"),
     ("report.py -o {0}/circle {0}/x.json", "circle can't be written"),
@@ -224,6 +226,12 @@ def test_outputs_that_are_refused(tmp_path, command, what):
     failed = python(*command.format(tmp_path).split(), *measures, code=2)
     assert what in failed.stderr and failed.stderr.count("\n") == 1, failed.stderr
     assert {path.name: path.is_file() and path.read_text() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("flags", ["-n 0", "-n -2", "--predict 0", "--samples 0", "--samples -3", "--samples x"])
+def test_numbers_of_tasks(tmp_path, flags):
+    failed = python("tasks.py", "-m", TEXT, "-i", TEXT, "-o", tmp_path / "x.json", *flags.split(), code=2)
+    assert "no whole number of at least 1" in failed.stderr
 
 
 def test_what_an_output_replaces(tmp_path):
@@ -322,17 +330,26 @@ def test_tasks(tiny, tmp_path):
     ruler.write_text("\n".join(json.dumps({"index": i, "input": "the number is 7 " * 20, "outputs": ["7"]}) for i in range(2)))
     longbench.write_text(json.dumps({"context": "the earth was without form " * 10, "input": "what?", "answers": ["earth"],
                                      "dataset": "trec"}) + "\n\n")
+    ruler.write_text("\n" + ruler.read_text().replace("\n", "\n \n"))
     python("tasks.py", "-m", tiny, "-i", ruler, "-i", longbench, "-o", out, "-n", 8, "--program", EVAL, "--policy", "local_window",
            "--max-cache-size", 40, "-t", 1)
     result = json.loads(out.read_text())
     found = [(task["name"], task["metric"], task["n"]) for task in result["tasks"]]
     assert found == [("niah", "contains", 2), ("qa", "contains_any", 1)]
+    assert [s["sample"] for s in result["tasks"][0]["samples"]] == [2, 4]  # the lines of the file
     for task in result["tasks"]:
         for side in ("off", "on"):
             scores = [s[f"score_{side}"] for s in task["samples"]]
             assert scores == [float(any(a in s[side].lower() for a in s["answers"])) for s in task["samples"]]
             assert abs(task[f"score_{side}"] - sum(scores) / len(scores)) < 1e-12
         assert task["kv_share"] <= 1
+    before = result["tasks"][0]["samples"][0]["answers"]
+    longbench.write_text("\n" + json.dumps({"context": "word " * 900, "input": "what?", "answers": ["earth"]}))
+    failed = python("tasks.py", "-m", tiny, "-i", ruler, "-i", longbench, "-o", out, "-n", 8, "--program", EVAL, "--policy",
+                    "local_window", "--max-cache-size", 40, "-t", 1, "-c", 700, code=2)
+    assert "- line 2: its" in failed.stderr and f"where - is {longbench}\n" in failed.stderr and "/tmp/tmp" not in failed.stderr
+    kept = json.loads(out.read_text())["tasks"]
+    assert [task["name"] for task in kept] == ["niah"] and kept[0]["samples"][0]["answers"] == before
     ruler.write_text('{"input": "x"}')
     assert "line 1" in python("tasks.py", "-m", tiny, "-i", ruler, "-o", out, "--program", EVAL, code=2).stderr
     pytest.importorskip("matplotlib")

@@ -3,6 +3,7 @@
 Invariant: what was asked wrongly is refused in one sentence, with exit code 2, before anything is measured or written. Nothing is
 replaced but the regular file that an output's name leads to.
 """
+import argparse
 import contextlib
 import errno
 import os
@@ -41,6 +42,12 @@ def go_on_in_venv(error):
         os.execv(python, [str(python), *sys.argv])
     fail(f"the Python package {error.name} is missing: {sys.executable} -m pip install {error.name}"
          + ("" if python.exists() else ", or bash run.sh --test, which makes .venv"))
+
+
+def at_least_one(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def check_program(path, how):
@@ -93,22 +100,26 @@ def check_folder(path):
         fail(f"{path} is needed as a folder; move that file away")
 
 
-def run_program(command, codes=(0,), **more):
-    """Its messages go where ours go. What it refuses was asked wrongly of us too. It ends when we are stopped."""
+def run_program(command, text=None, source="", **more):
+    """Its messages go where ours go. What it refuses was asked wrongly of us too. It ends when we are stopped. Text: for its stdin,
+    which stands for the file `source`."""
     process = None
     try:
         with held():
-            process = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL, **more)
-        code = process.wait()
+            process = subprocess.Popen([str(part) for part in command],
+                                       stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, **more)
+        process.communicate(text)
     except BaseException:
         if process is not None:
             process.terminate()
             process.wait()
         raise
+    code = process.returncode
     if -code in STOPS:
         raise Stopped(-code)
-    if code not in codes:
-        fail(f"{command[0]} {command[1]} ended with {code}; its own message is above", 2 if code == 2 else 1)
+    if code != 0:
+        fail(f"{command[0]} {command[1]} ended with {code}; its own message is above" + (f", where - is {source}" if source else ""),
+             2 if code == 2 else 1)
 
 
 @contextlib.contextmanager

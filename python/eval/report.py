@@ -17,8 +17,8 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from eval.command import (ROOT, check_folder, check_inputs, check_output, check_program, fail, go_on_in_venv,  # noqa: E402
-                          run_program, stoppable, write_whole)
+from eval.command import (ROOT, at_least_one, check_folder, check_inputs, check_output, check_program, fail,  # noqa: E402
+                          go_on_in_venv, run_program, stoppable, write_whole)
 from eval.results import BadResult, name_series, read_result, series_of  # noqa: E402
 
 METHODS = [
@@ -256,13 +256,6 @@ def check(args, given):
     for path in written:
         if path.parent.is_dir():
             check_output(path, inputs)
-
-
-def at_least_one(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def main(argv=None):
