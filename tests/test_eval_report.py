@@ -1,5 +1,6 @@
 """python/eval on a tiny model: pages from real results, task files, kld against a model written in numpy; and what it refuses."""
 import html.parser
+import importlib.util
 import json
 import os
 import pathlib
@@ -206,6 +207,9 @@ def test_what_is_no_report(tmp_path):
     ("tasks.py -m {0}/missing.gguf -i {0}/t.jsonl -o {0}/y.json", "missing.gguf can't be read"),
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/y.json --min-exact 1", "--min-exact checks nothing"),
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/y.json --max-kv-share=1", "--max-kv-share checks nothing"),
+    ("report.py -o {0}/y.html {0}/fifo", "is no regular file"), ("report.py -o {0}/y.html new={0}/fifo", "is no regular file"),
+    ("report.py -o {0}/y.html -m {0}/x.json -f {0}/fifo", "is no regular file"),
+    ("tasks.py -m {0}/x.json -i {0}/fifo -o {0}/y.json", "is no regular file"),
     ("report.py -o {0}/fifo {0}/x.json", "is no regular file"), ("report.py -o {0}/fifolink {0}/x.json", "is no regular file"),
     ("tasks.py -m {0}/x.json -i {0}/t.jsonl -o {0}/fifo", "is no regular file"),
     ("report.py -o {0}/circle {0}/x.json", "circle can't be written"),
@@ -297,6 +301,9 @@ def test_what_the_reference_needs(tmp_path):
     assert "run.sh --test" in python(*common, "--ask-llama", tmp_path / "missing", code=2).stderr
     assert "not a whole GGUF model" in python(*common, "--ask-llama", sys.executable, code=2).stderr
     assert "is no folder" in python(*common, "--ask-llama", sys.executable, "--json", tmp_path / "missing/x.json", code=2).stderr
+    for flags, what in (("--kept x", "'x' is no list of shares"), ("--kept 0.5,2", "no list of shares"),
+                        ("--chunks 0", "at least 1"), ("--context x", "at least 1")):
+        assert what in python(*common, *flags.split(), code=2).stderr
     os.mkfifo(tmp_path / "fifo")
     assert "no regular" in python(*common, "--ask-llama", sys.executable, "--json", tmp_path / "fifo", code=2).stderr
 
@@ -355,6 +362,27 @@ def test_tasks(tiny, tmp_path):
     pytest.importorskip("matplotlib")
     python("report.py", "-o", tmp_path / "r.html", out)
     Page((tmp_path / "r.html").read_text())
+
+
+@needs_programs
+def test_tokens_of_the_reference(tiny, tmp_path):
+    pytest.importorskip("gguf")
+    common = ["reference.py", "-m", tiny, "-f", TEXT, "--context", 8, "--continuation", 4, "--chunks", 1, "--program", EVAL,
+              "--tokens"]
+    for ids, what in (([320] * 16, "holds 320, and"), ([-1] * 16, "holds -1, and"), ([1.5], "no JSON list"),
+                      ("123", "no JSON list"), ([True], "no JSON list"), ([1] * 5, "the text has 5")):
+        assert what in python(*common, write(tmp_path / "ids", json.dumps(ids)), code=2).stderr, ids
+
+
+@pytest.mark.skipif((ROOT / ".venv").exists(), reason="a .venv is there, which takes over")
+def test_what_kvpress_needs():
+    """run.sh --test does not install it."""
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("kvpress"):
+        pytest.skip("kvpress is there")
+    told = python("reference.py", "-m", TEXT, "-f", TEXT, "--program", sys.executable, "--ask-llama", sys.executable, "--with",
+                  "kvpress", code=2).stderr
+    assert "-m pip install kvpress" in told and "run.sh" not in told
 
 
 @needs_programs

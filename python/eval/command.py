@@ -35,13 +35,14 @@ def stoppable():
         fail(f"{error.filename or 'reading or writing'}: {error.strerror or error}", 1)
 
 
-def go_on_in_venv(error):
-    """Where a package is missing here but .venv may have it, .venv's Python begins anew with the same arguments."""
+def go_on_in_venv(error, is_made_with=True):
+    """Where a package is missing here but .venv may have it, .venv's Python begins anew with the same arguments. is_made_with:
+    run.sh --test puts the package there."""
     python = ROOT / ".venv/bin/python"
     if python.exists() and pathlib.Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         os.execv(python, [str(python), *sys.argv])
     fail(f"the Python package {error.name} is missing: {sys.executable} -m pip install {error.name}"
-         + ("" if python.exists() else ", or bash run.sh --test, which makes .venv"))
+         + ("" if python.exists() or not is_made_with else ", or bash run.sh --test, which makes .venv"))
 
 
 def at_least_one(text):
@@ -58,6 +59,8 @@ def check_program(path, how):
 def check_inputs(paths):
     for path in paths:
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may have nobody who writes, and is read only once
+                fail(f"{path} is no regular file; give one")
             open(path, "rb").close()
         except OSError as error:
             fail(f"{path} can't be read: {error.strerror}")
@@ -118,14 +121,14 @@ def run_program(command, text=None, source="", **more):
     if -code in STOPS:
         raise Stopped(-code)
     if code != 0:
-        fail(f"{command[0]} {command[1]} ended with {code}; its own message is above" + (f", where - is {source}" if source else ""),
-             2 if code == 2 else 1)
+        where = f", where - is {source}" if source else ""
+        fail(f"{command[0]} {command[1]} ended with {code}; its own message is above{where}", 2 if code == 2 else 1)
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """A binary file that takes the place of `path` at the end, whole and on its disk, or is gone. Links are followed; a file that is
-    replaced leaves its mode."""
+    """A binary file that takes the place of `path` at the end, whole and on its disk, or is gone. Links are followed; a file
+    that is replaced leaves its mode."""
     target, made = os.path.realpath(path), False
     part = part_of(target)
     if os.path.exists(target) and not os.path.isfile(target):

@@ -20,8 +20,8 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from eval.command import (ROOT, check_inputs, check_output, check_program, fail, go_on_in_venv, run_program,  # noqa: E402
-                          stoppable, write_whole)
+from eval.command import (ROOT, at_least_one, check_inputs, check_output, check_program, fail, go_on_in_venv,  # noqa: E402
+                          run_program, stoppable, write_whole)
 
 with stoppable():
     try:
@@ -178,13 +178,24 @@ def start_token(path):
     return None if field is None else field.parts[field.data[0]][0].item()
 
 
+def vocabulary_size(path):
+    return next(int(t.shape[-1]) for t in open_model(path).tensors if t.name == "token_embd.weight")
+
+
 def tokenize(args):
     """Token ids of the text, as the program reads it: marks are plain text, and nothing is put in front."""
     if args.tokens:
         try:
-            return [int(token) for token in json.loads(pathlib.Path(args.tokens).read_text())]
-        except (ValueError, TypeError):
+            tokens = json.loads(pathlib.Path(args.tokens).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            tokens = None
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             fail(f"{args.tokens} is no JSON list of token ids")
+        size = vocabulary_size(args.model)
+        wrong = next((token for token in tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            fail(f"{args.tokens} holds {wrong}, and {args.model} has the tokens 0 to {size - 1}; give ids of this model")
+        return tokens
     with open(args.file, "rb") as file:
         done = subprocess.run([args.ask_llama, args.model, "tokens", "--plain"], stdin=file, capture_output=True, text=True)
     if done.returncode != 0:
@@ -213,14 +224,24 @@ def check(args):
         check_output(args.json, inputs)
 
 
+def shares(text):
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < share <= 1 for share in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of shares above 0 and up to 1, such as 0.25,0.125")
+    return found
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-f", "--file", required=True)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--continuation", type=int, default=256)
-    parser.add_argument("--chunks", type=int, default=4)
-    parser.add_argument("--kept", default="0.25,0.125", type=lambda s: [float(x) for x in s.split(",")])
+    parser.add_argument("--context", type=at_least_one, default=4096)
+    parser.add_argument("--continuation", type=at_least_one, default=256)
+    parser.add_argument("--chunks", type=at_least_one, default=4)
+    parser.add_argument("--kept", default="0.25,0.125", type=shares)
     parser.add_argument("--with", dest="engine", choices=["numpy", "kvpress"], default="numpy", help="what to compare with (numpy)")
     parser.add_argument("--tokens", help="the text's token ids, a JSON list")
     parser.add_argument("--ask-llama", default=str(ROOT / "build/tests/ask_llama"))
@@ -231,7 +252,7 @@ def main(argv=None):
     try:
         model = {"numpy": Llama, "kvpress": KVPress}[args.engine](args.model)
     except ModuleNotFoundError as error:
-        go_on_in_venv(error)
+        go_on_in_venv(error, is_made_with=False)
     tokens, size = tokenize(args), args.context + args.continuation + 1
     if len(tokens) < size * args.chunks:
         fail(f"{args.chunks} pieces need {size * args.chunks} tokens; the text has {len(tokens)}")

@@ -242,7 +242,7 @@ def check(args, given):
     inputs = [path for path in (args.model, args.file, args.input) if path]
     read = [*inputs, *(path for _, path in given)]
     check_output(args.output, read)
-    check_inputs(inputs)
+    check_inputs(read)
     written = []
     if args.model:
         check_program(args.program, "bash run.sh")

@@ -121,7 +121,7 @@ def main(argv=None):
         if any(flag == check or flag.startswith(f"{check}=") for flag in flags):
             fail(f"{check} checks nothing here, where answers get scores; leave it out, or run deeptutor-eval ab")
     check_output(args.output, [args.model, *args.input, *(flag.rpartition("=")[2] for flag in flags)])
-    check_inputs([args.model])
+    check_inputs([args.model, *args.input])
     tasks, read = [], [read_task(path, args) for path in args.input]
     print("| task | metric | samples | off | on | difference | KV of full |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
