@@ -84,6 +84,15 @@ def test_parallel(model, fill):
     assert rows[-1]["step_bytes"] < rows[len(tests) - 1]["step_bytes"] and all(row["tps"] > 0 for row in rows)
 
 
+def test_parallel_shares_one_limit(model):
+    """--kv-memory is that of all conversations together; where they don't fit, nothing is measured."""
+    common = ("-m", model, "-d", "256", "-n", "4", "-r", "1", "--parallel", "3", "-o", "json")
+    needed = json.loads(bench(*common).stdout)["rows"][-1]["kv_bytes"]
+    assert bench(*common, "--kv-memory", str(3 * needed)).returncode == 0
+    failed = bench(*common, "--kv-memory", str(needed // 2))
+    assert failed.returncode == 1 and failed.stdout == "", failed
+
+
 def test_table_that_cant_be_written(model):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
@@ -93,7 +102,9 @@ def test_table_that_cant_be_written(model):
     assert result.returncode == 1 and "error: the table can't be written" in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("args", [["-d", "64,0"], ["-d", ""], ["-d", "0,x"], ["-r", "0"], ["--max-cache-size", "32"]])
+@pytest.mark.parametrize("args", [["-d", "64,0"], ["-d", ""], ["-d", "0,x"], ["-r", "0"], ["--max-cache-size", "32"],
+                                  ["-p", "0", "-n", "0"], ["--parallel", "2", "-n", "0"], ["--no-compare"],
+                                  ["-d", "0,900", "-c", "512"]])
 def test_bad_usage(model, args):
     result = bench("-m", model, *args)
     assert result.returncode == 2 and result.stdout == "", result.stderr

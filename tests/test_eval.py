@@ -234,6 +234,9 @@ def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
     (["kld", "-m", "M", "-f", TEXT, "--kept", "0.5", "--max-cache-size", "20"], "one of them"),
     (["needle", "-m", "M", "-f", TEXT, "--chat-template", "chatml"], "--form chat"),
     (["kld", "-m", "M", "-f", TEXT, "--settings", "x", "--evict", "once"], "--evict"), (["long", "-m", "M", "-f", TEXT, "-c", "512"], "-c"),
+    (["ab", "-m", "M", "-i", TEXT, "-n", "0", "--max-cache-size", "32"], "at least 1"),
+    (["kld", "-m", "M", "-f", TEXT, "--kept", "0.5", "--kv-memory", "1M"], "--kv-memory"),
+    (["kld", "-m", "M", "-f", TEXT, "--kept", "0.5", "--policy", "none"], "leave --kept out"),
     (["ab", "-m", "M", "-i", TEXT, "--settings", "x"], "--settings")])
 def test_mistakes(tiny, args, what):
     result = run(*[tiny if a == "M" else a for a in args])
@@ -409,7 +412,7 @@ def test_a_table_that_can_not_be_written(tiny):
         failed = subprocess.run([EVAL, "kld", "-m", tiny, "-f", TEXT, "--context", "128", "--continuation", "8", "--chunks", "1", "-t",
                                  "1", "--kept", "0.5"], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True,
                                 timeout=60)
-    assert failed.returncode == 2 and "stdout" in failed.stderr
+    assert failed.returncode == 1 and "stdout" in failed.stderr
 
 
 def test_advice_fits(tiny, tmp_path):

@@ -442,6 +442,10 @@ def test_json_schema():
         assert set(value) == {"city", "people"} and isinstance(value["people"], int)
     assert_fails(run_model("-p", "x", "--json-schema", "{"), 2, "JSON schema")
     assert_fails(run_model("-p", "x", "--json-schema", '{"type": "nonsense"}'), 2, "JSON schema")
+    digits = run_model("-p", "Three digits: ", "-n", "8", "--temp", "0", "--json-schema", '{"type": "string", "pattern": "^[0-9]{3}$"}')
+    assert re.fullmatch(r'"[0-9]{3}"', digits.stdout.decode().strip()), digits
+    for pattern in ("[0-9]{3}", "^(?=a)a$"):  # which the grammar could not say
+        assert_fails(run_model("-p", "x", "--json-schema", json.dumps({"type": "string", "pattern": pattern})), 2, "is not supported")
 
 
 @needs_model

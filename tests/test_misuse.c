@@ -199,11 +199,43 @@ static void test_nothing_to_draw_from(void **state) {
     dt_session_free(s);
 }
 
+/* Settings of a model with fewer layers, or other heads, for a session of this one. */
+static void test_settings_of_another_model(void **state) {
+    const fixture *f = *state;
+    tiny_model_params others[] = {three_layers(N_CTX), three_layers(N_CTX)};
+    others[0].n_layers = 1;
+    others[1].n_heads = 8;
+    others[1].n_kv_heads = 4;
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        engine_fixture *other = open_engine_fixture(&others[i], N_CTX, 7);
+        static const char text[] = "{\"0-\": {\"policy\": \"local_window\", \"min_cache_size\": 16, \"lanes\": [64, 64, 64, 64]}}";
+        dt_eviction *eviction = NULL;
+        dt_session *session = NULL, *base = NULL;
+        dt_error error = {0};
+        const dt_status made = i == 0 ? dt_eviction_from_preset(other->model, "chat", &eviction, &error)
+                                      : dt_eviction_from_text(other->model, "e.json", text, strlen(text), &eviction, &error);
+        assert_string_equal(error.message, "");
+        assert_int_equal(made, DT_OK);
+        dt_session_params params = params_of(NULL);
+        assert_int_equal(dt_session_new(f->model, &params, &base, &error), DT_OK);
+        params.eviction = eviction;
+        assert_int_equal(dt_session_new(f->model, &params, &session, &error), DT_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, "another model"));
+        assert_int_equal(dt_session_fork(base, eviction, DT_EVICT_ALWAYS, &session, &error), DT_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, "another model"));
+        dt_session_free(base);
+        dt_eviction_free(eviction);
+        void *ended = other;
+        close_engine_fixture(&ended);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_calls_from_the_callers_functions),
         cmocka_unit_test(test_values_of_no_enum),
         cmocka_unit_test(test_large_values),
+        cmocka_unit_test(test_settings_of_another_model),
         cmocka_unit_test(test_nothing_to_draw_from),
     };
     return cmocka_run_group_tests(tests, setup, close_engine_fixture);

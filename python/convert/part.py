@@ -1,8 +1,8 @@
 """Where the output goes: what it must not replace, and the file in the making, under a name that only the converter uses.
 
 Two runs for one output would write into each other, so this file is opened without following links and locked, as
-src/base/open_locked.c does it, and stays locked until the output is there. OUT.part would be no name of our own: browsers and
-python/fetch_model.py download under it, and half of a downloaded model begins like one that is half converted.
+src/base/open_locked.c does it, and stays locked until the output is there. OUT.part would be no name of our own: browsers
+download under it, and half of a downloaded model begins like one that is half converted.
 
 Invariant: nothing that the user has is replaced but an older output; what is written, renamed or removed is the file that is
 locked.
