@@ -163,9 +163,10 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
     if (session == NULL) {
         return dt_replace_check(path, 0, error);
     }
-    if (n_tokens < 0 || n_tokens > INT32_MAX) {
-        return dt_fail(error, DT_ERR_ARGUMENT, "a conversation has from 0 to %d tokens, not %lld", INT32_MAX, (long long)n_tokens);
+    if (n_tokens < 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "a conversation of %lld tokens can't be", (long long)n_tokens);
     }
+    n_tokens = DT_MIN(n_tokens, (int64_t)1 << 40); /* more fits no disk either, and the sum below stays one */
     const dt_model_info *info = &session->model->info;
     const int32_t total = dt_kv_total_cache_size(session->kv), n_sharing = dt_kv_layers_that_evict(session->kv);
     uint64_t bytes = sizeof(dt_session_header) + (uint64_t)n_tokens * sizeof(int32_t) + (uint64_t)info->n_vocab * sizeof(float);
