@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -174,6 +175,23 @@ def test_python_drafts(deeptutor):
     for wrong in ({"kv_type": "q8_0"}, {"prefill": "fast"}):
         with pytest.raises(ValueError, match="must be .* or "):
             deeptutor.Session(model, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [ValueError, SystemExit])
+def test_python_drafts_tell_every_error(deeptutor, monkeypatch, wrong):
+    """One that only the reply's own thread saw would let the caller wait for ever."""
+    def call(name, *arguments):
+        raise wrong("on purpose")
+    session = deeptutor.Session(deeptutor.Model(MODEL), threads=1)
+    reply, real = session.generate_tokens("A", n_predict=4, draft="lookup", temp=0), deeptutor.call
+    monkeypatch.setattr(deeptutor, "call", lambda name, *rest: (call if name == "dt_generate_drafted" else real)(name, *rest))
+    caught = []
+    thread = threading.Thread(target=lambda: caught.append(pytest.raises(wrong, next, reply)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert caught
+    monkeypatch.undo()
+    assert len(list(session.generate_tokens("A", n_predict=4, draft="lookup", temp=0, ignore_end=True))) == 4
 
 
 def test_python_refuses_what_would_be_lost(deeptutor):

@@ -166,7 +166,7 @@ class _DraftedReply:
         try:
             if not self._stopped:
                 call("dt_generate_drafted", session._handle, sampler.handle, draft._handle, n_predict, token_fn(self._take), None, None)
-        except Error as error:
+        except BaseException as error:  # whatever it is: the caller waits, and it is the caller's
             self._error = error
         self._token = None
         self._ready.release()
