@@ -210,6 +210,35 @@ def test_python_refuses_what_would_be_lost(deeptutor):
             call()
 
 
+def test_python_refuses_numbers_that_c_would_cut(deeptutor):
+    model = deeptutor.Model(MODEL)
+    session = deeptutor.Session(model, threads=1)
+    session.sync([1, 2])
+    def new(**wrong):
+        return lambda: deeptutor.Session(model, **wrong)
+    def reply(prompt="A", **wrong):
+        return lambda: list(session.generate(prompt, **dict({"n_predict": 1}, **wrong)))
+    for call in (new(kv_memory=-1), new(kv_memory=2**64 + 600000), new(n_ctx=2**32 + 16), new(n_batch=2**32 + 16),
+                 new(threads=2**32 + 1), new(eviction="chat", max_cache_size=-5), new(max_cache_size=-5),
+                 new(eviction="chat", min_cache_size=-2), new(eviction="chat", max_cache_size=2**32 + 512),
+                 lambda: deeptutor.Model(MODEL, n_device_layers=2**32), lambda: deeptutor.Model(MODEL, rpc_timeout_s=2**32 + 9),
+                 lambda: deeptutor.Draft(max_tokens=2**32 + 5),
+                 lambda: deeptutor.Draft(model, target=model, threads=2**32 + 1), lambda: session.sync([2**32 + 7]),
+                 lambda: model.token_bytes(2**32 + 7), lambda: model.is_end(-2**31 - 1), reply(prompt=[2**32 + 7]),
+                 reply(n_predict=2**64 + 3), reply(n_predict=2**64 + 3, draft="lookup"), reply(seed=2**40), reply(seed=-2),
+                 reply(top_k=2**32 + 1), reply(repeat_last_n=-2**40)):
+        with pytest.raises(ValueError, match="must be a whole number from .* to .*, not "):
+            call()
+    for call in (new(n_ctx=16.5), new(kv_memory=1e9), new(eviction="chat", max_cache_size=512.5), new(threads=None),
+                 lambda: deeptutor.Draft(max_tokens=2.5), lambda: session.sync([1.5]), lambda: model.is_end("a"),
+                 reply(prompt=[1.0]), reply(n_predict=2.5), reply(n_predict=2.5, draft="lookup"), reply(seed=1.5)):
+        with pytest.raises(TypeError, match="must be a whole number, not "):
+            call()
+    assert session.tokens == [1, 2]
+    assert len(list(session.generate_tokens("A", n_predict=2, seed=-1, ignore_end=True))) == 2
+    assert session.seed != 2**32 - 1  # one that was drawn
+
+
 LEAVING = """
 import gc, sys
 from deeptutor import Model, Session

@@ -19,7 +19,7 @@ import threading
 import weakref
 
 from ._library import (Error, call, dt_chat_message, dt_model_params, dt_sampler_params, dt_session_params, dt_session_stats,
-                       dt_sync_result, lib, log_fn, token_fn)
+                       dt_sync_result, lib, log_fn, number, token_array, token_fn)
 
 __all__ = ["Draft", "Error", "Model", "Session", "set_log"]
 _KV_TYPES = {"f16": 0, "int8": 1}
@@ -79,7 +79,7 @@ class Model:
         return tokens
 
     def token_bytes(self, token, special=False):
-        buffer = ctypes.create_string_buffer(256)
+        token, buffer = number("a token", token), ctypes.create_string_buffer(256)
         n = lib.dt_token_bytes(self._handle, token, special, buffer, len(buffer))
         if n > len(buffer):
             buffer = ctypes.create_string_buffer(n)
@@ -87,7 +87,7 @@ class Model:
         return buffer.raw[:n]
 
     def is_end(self, token):
-        return lib.dt_token_is_end(self._handle, token)
+        return lib.dt_token_is_end(self._handle, number("a token", token))
 
     def render_chat(self, messages, template=None, add_assistant=True):
         """messages: [{"role": ..., "content": ...}]; the text that the model's template makes of them."""
@@ -104,6 +104,8 @@ class Model:
 class _Sampler:
     def __init__(self, model, **settings):
         params = lib.dt_sampler_default_params()
+        if settings.get("seed") == -1:  # another one each time, as for the programs
+            settings["seed"] = None
         for name, value in settings.items():
             if name not in (field for field, _ in dt_sampler_params._fields_):
                 raise TypeError(f"there is no sampling setting {name}")
@@ -128,6 +130,7 @@ class Draft:
     def __init__(self, model=None, target=None, max_tokens=15, threads=0):
         self._models = (model, target)  # must outlive the draft
         self._handle = ctypes.c_void_p()
+        max_tokens = number("max_tokens", max_tokens)
         if model is None:
             call("dt_draft_from_lookup", max_tokens, ctypes.byref(self._handle))
         else:
@@ -206,16 +209,18 @@ class Session:
         self.last_sync = None
         self.seed = None
         self._handle = ctypes.c_void_p()
+        max_cache_size = number("max_cache_size", max_cache_size, least=0)
+        min_cache_size = number("min_cache_size", min_cache_size, least=-1)
         if eviction is None and (max_cache_size > 0 or min_cache_size >= 0 or prefill == "streaming"):
             raise ValueError('max_cache_size, min_cache_size and prefill="streaming" change nothing without eviction; '
                              'add eviction="chat", or leave them out')
-        settings = self._eviction(eviction, max_cache_size, min_cache_size)
         params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=threads, kv_type=_choice("kv_type", _KV_TYPES, kv_type),
-                                   prefill=_choice("prefill", _PREFILLS, prefill), eviction=settings, kv_memory=kv_memory)
+                                   prefill=_choice("prefill", _PREFILLS, prefill), kv_memory=kv_memory)
+        params.eviction = self._eviction(eviction, max_cache_size, min_cache_size)
         try:
             call("dt_session_new", model._handle, ctypes.byref(params), ctypes.byref(self._handle))
         finally:
-            lib.dt_eviction_free(settings)
+            lib.dt_eviction_free(params.eviction)
 
     def __del__(self):
         if getattr(self, "_handle", None):
@@ -241,9 +246,8 @@ class Session:
 
     def sync(self, tokens):
         """Makes the conversation equal to `tokens`, computing only what is new; says how and how much was reused."""
-        result = dt_sync_result()
-        array = (ctypes.c_int32 * len(tokens))(*tokens)
-        call("dt_session_sync", self._handle, array, len(tokens), None, None, ctypes.byref(result))
+        result, array = dt_sync_result(), token_array(tokens)
+        call("dt_session_sync", self._handle, array, len(array), None, None, ctypes.byref(result))
         self.last_sync = {"how": _SYNCS[result.how], "reused_tokens": result.reused_tokens,
                           "computed_tokens": result.computed_tokens, "prefill_ms": result.prefill_ms}
         return self.last_sync
@@ -254,7 +258,8 @@ class Session:
         draft: a Draft, or "lookup" for one that lasts as long as this reply. sampling: temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, grammar, json_schema, ignore_end."""
         if draft is not None and draft != "lookup" and not isinstance(draft, Draft):
             raise TypeError(f'draft must be a Draft or "lookup", not {draft!r}')
-        tokens = self.model.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        n_predict = number("n_predict", n_predict, ctypes.c_int64)
+        tokens = token_array(self.model.tokenize(prompt) if isinstance(prompt, str) else list(prompt))
         sampler = _Sampler(self.model, **sampling)
         self.seed = lib.dt_sampler_seed(sampler.handle)
         for token in tokens:

@@ -4,6 +4,7 @@ Invariant: every struct here has the fields of its namesake in the header, in or
 with the compiler's.
 """
 import ctypes
+import operator
 import os
 import sys
 from ctypes import (CFUNCTYPE, POINTER, Structure, c_bool, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t,
@@ -18,11 +19,41 @@ class Error(RuntimeError):
         self.status = status
 
 
+# C's type: (smallest, greatest). A signed one reads all its bits set as -1.
+_RANGES = {kind: (-2**(8 * ctypes.sizeof(kind) - 1), 2**(8 * ctypes.sizeof(kind) - 1) - 1) if kind(-1).value < 0
+           else (0, 2**(8 * ctypes.sizeof(kind)) - 1) for kind in (c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64)}
+
+
+def number(what, value, kind=c_int32, least=None):
+    """A whole number for C: ctypes would cut one that is too big to another, without a word."""
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} must be a whole number, not {value!r}") from None
+    lowest, most = _RANGES[kind]
+    least = lowest if least is None else least
+    if not least <= whole <= most:
+        raise ValueError(f"{what} must be a whole number from {least} to {most}, not {whole}")
+    return whole
+
+
+def token_array(tokens):
+    return (c_int32 * len(tokens))(*[number("a token", token) for token in tokens])
+
+
+class _Params(Structure):
+    """Settings: however a member is set, also by the constructor, a number is checked."""
+
+    def __setattr__(self, name, value):
+        kind = dict(self._fields_).get(name)
+        super().__setattr__(name, number(name, value, kind) if kind in _RANGES else value)
+
+
 class dt_error(Structure):
     _fields_ = [("code", c_int), ("message", c_char * 1024)]
 
 
-class dt_model_params(Structure):
+class dt_model_params(_Params):
     _fields_ = [("no_mmap", c_bool), ("no_extra_buffers", c_bool), ("no_tokenizer", c_bool), ("device", c_char_p),
                 ("n_device_layers", c_int32), ("device_split", c_char_p), ("rpc_timeout_s", c_int32)]
 
@@ -40,13 +71,13 @@ class dt_chat_message(Structure):
     _fields_ = [("role", c_char_p), ("content", c_char_p)]
 
 
-class dt_sampler_params(Structure):
+class dt_sampler_params(_Params):
     _fields_ = [("temp", c_float), ("top_k", c_int32), ("top_p", c_float), ("min_p", c_float), ("repeat_penalty", c_float),
                 ("repeat_last_n", c_int32), ("seed", c_uint32), ("grammar", c_char_p), ("json_schema", c_char_p),
                 ("ignore_end", c_bool)]
 
 
-class dt_session_params(Structure):
+class dt_session_params(_Params):
     _fields_ = [("n_ctx", c_int32), ("n_batch", c_int32), ("n_threads", c_int32), ("n_threads_batch", c_int32), ("kv_type", c_int),
                 ("prefill", c_int), ("kernel", c_char_p), ("eviction", c_void_p), ("evict", c_int), ("kv_block_tokens", c_int32),
                 ("kv_memory", c_uint64), ("n_expected", c_int32), ("n_snapshots", c_int32),
