@@ -3,12 +3,14 @@
 DT_PREFIX names the folder that `cmake --install` of a tree with -DDT_SHARED=ON filled; without it all of this is skipped.
 """
 import ctypes
+import gc
 import glob
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -237,6 +239,79 @@ def test_python_refuses_numbers_that_c_would_cut(deeptutor):
     assert session.tokens == [1, 2]
     assert len(list(session.generate_tokens("A", n_predict=2, seed=-1, ignore_end=True))) == 2
     assert session.seed != 2**32 - 1  # one that was drawn
+
+
+@pytest.mark.parametrize("draft", [None, "lookup", "own"])
+def test_python_a_session_that_generates_is_not_changed(deeptutor, tmp_path, draft):
+    """Its reply would go on with another text. It can be looked at, and is free however the generator ends."""
+    model = deeptutor.Model(MODEL)
+    session, other = (deeptutor.Session(model, threads=1) for _ in range(2))
+    settings = {"n_predict": 12, "temp": 0, "ignore_end": True, "draft": deeptutor.Draft() if draft == "own" else draft}
+    prompt = "A, b, c. A, b,"
+    tokens = model.tokenize(prompt)
+    want = list(session.generate_tokens(tokens, **settings))
+    session.save(tmp_path / "s.bin")
+    reply, got = session.generate_tokens(prompt, **settings), []
+    for token in reply:
+        got.append(token)
+        for change in (lambda: session.sync([1]), lambda: session.save(tmp_path / "t.bin"),
+                       lambda: session.load(tmp_path / "s.bin"), lambda: next(session.generate_tokens("B", n_predict=2)),
+                       lambda: next(session.generate("B", draft="lookup"))):
+            with pytest.raises(deeptutor.Error, match="the session is generating; finish or close the generator first") as caught:
+                change()
+            assert caught.value.status == "DT_ERR_ARGUMENT"
+        assert session.tokens[:len(tokens)] == tokens and session.stats["n_tokens"] == len(session.tokens)
+        session.logits()  # with a draft it may be None here
+        if draft == "own":
+            with pytest.raises(deeptutor.Error, match="the draft helps another reply"):
+                next(other.generate_tokens("B", **settings))
+        assert next(other.generate_tokens("B", n_predict=1, ignore_end=True)) is not None
+    assert got == want
+    for generate in (session.generate_tokens, session.generate):
+        for end in ("close", "forget", "collect", "throw"):
+            reply = generate(prompt, **settings)
+            next(reply)
+            if end == "close":
+                reply.close()
+            elif end == "throw":
+                with pytest.raises(KeyError):
+                    reply.throw(KeyError())
+            elif end == "collect":
+                ring = [reply]
+                ring.append(ring)
+                del ring
+            del reply
+            if end == "collect":
+                gc.collect()
+            assert list(session.generate_tokens(prompt, **settings)) == want
+    with pytest.raises(deeptutor.Error):  # none was begun
+        list(session.generate_tokens(prompt, temp=float("nan"), draft=settings["draft"]))
+    assert session.sync(tokens)
+
+
+def test_python_waits_for_a_reply_that_its_own_thread_ends(deeptutor, monkeypatch):
+    """That is where the collector of garbage may find the generator; the library is then still in the session."""
+    session = deeptutor.Session(deeptutor.Model(MODEL), threads=1)
+    dropped, found, threads = threading.Event(), threading.Event(), []
+    def take(self, token, _):
+        self._token = token
+        self._ready.release()
+        dropped.wait(60)
+        gc.collect()
+        threads.append(threading.current_thread())
+        if self._stopped and not session._busy:
+            found.set()
+        time.sleep(0.3)
+        return False
+    monkeypatch.setattr(deeptutor._DraftedReply, "_take", take)
+    ring = [session.generate_tokens("A", draft="lookup", temp=0, ignore_end=True)]
+    next(ring[0])
+    ring.append(ring)
+    del ring
+    dropped.set()
+    assert found.wait(60)
+    assert session.sync([1, 2])["computed_tokens"] == 2
+    assert len(threads) == 1 and not threads[0].is_alive()
 
 
 LEAVING = """

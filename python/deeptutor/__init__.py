@@ -12,6 +12,7 @@ library's own sentence. A session is used by one thread at a time; a model may b
 """
 import atexit
 import codecs
+import contextlib
 import ctypes
 import json
 import os
@@ -120,12 +121,28 @@ class _Sampler:
             self.handle = None
 
 
-class Draft:
+class _Used:
+    """What a reply works on, from its first token until its generator ends: nobody else changes it meanwhile."""
+
+    _busy = False
+    _ending = None  # a thread in which the library is about to leave it
+
+    def _claim(self):
+        if self._busy:
+            raise Error("DT_ERR_ARGUMENT", self._refusal)
+        if self._ending:
+            self._ending.join()
+            self._ending = None
+
+
+class Draft(_Used):
     """Guesses tokens ahead, for Session.generate(draft=...): the text stays the same, and comes sooner where the guesses are right.
 
     model None: guesses from the conversation itself, for text that quotes or repeats. Else a smaller Model with the vocabulary of
     `target`, the model that is helped; threads are its own. What a draft has learned helps the next reply, so keep it: one per session.
     """
+
+    _refusal = "the draft helps another reply; finish or close the generator of that first"
 
     def __init__(self, model=None, target=None, max_tokens=15, threads=0):
         self._models = (model, target)  # must outlive the draft
@@ -185,7 +202,10 @@ class _DraftedReply:
     def stop(self):
         self._stopped = True
         self._wanted.release()
-        if self._thread is not threading.current_thread():  # where the collector of garbage found the generator
+        if self._thread is threading.current_thread():  # where the collector of garbage found the generator
+            session, _, draft, _ = self._arguments
+            session._ending = draft._ending = self._thread
+        else:
             self._thread.join()
 
 
@@ -196,12 +216,15 @@ def _stop_drafted():
         reply.stop()
 
 
-class Session:
+class Session(_Used):
     """One conversation with its KV cache.
 
     eviction: None (nothing is evicted), a preset's name ("chat", "docqa", "code", "summary") or a dict as in docs/eviction-config.md;
     max_cache_size and min_cache_size override it; like prefill="streaming" they need it. kv_memory: bytes that the cache never exceeds.
+    While a generator of it is under way it can be looked at, but not synced, saved, loaded or asked for another reply.
     """
+
+    _refusal = "the session is generating; finish or close the generator first"
 
     def __init__(self, model, n_ctx=0, n_batch=0, threads=0, kv_type="f16", prefill="full", eviction=None, max_cache_size=0,
                  min_cache_size=-1, kv_memory=0):
@@ -246,6 +269,7 @@ class Session:
 
     def sync(self, tokens):
         """Makes the conversation equal to `tokens`, computing only what is new; says how and how much was reused."""
+        self._claim()
         result, array = dt_sync_result(), token_array(tokens)
         call("dt_session_sync", self._handle, array, len(array), None, None, ctypes.byref(result))
         self.last_sync = {"how": _SYNCS[result.how], "reused_tokens": result.reused_tokens,
@@ -255,22 +279,38 @@ class Session:
     def generate_tokens(self, prompt, n_predict=-1, draft=None, **sampling):
         """Yields tokens after `prompt` (text or tokens) until an end token, n_predict of them, or the context's end.
 
-        draft: a Draft, or "lookup" for one that lasts as long as this reply. sampling: temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, grammar, json_schema, ignore_end."""
+        draft: a Draft, or "lookup" for one that lasts as long as this reply. sampling: temp, top_k, top_p, min_p, repeat_penalty,
+        repeat_last_n, seed, grammar, json_schema, ignore_end."""
         if draft is not None and draft != "lookup" and not isinstance(draft, Draft):
             raise TypeError(f'draft must be a Draft or "lookup", not {draft!r}')
         n_predict = number("n_predict", n_predict, ctypes.c_int64)
         tokens = token_array(self.model.tokenize(prompt) if isinstance(prompt, str) else list(prompt))
+        used = [self]
+        if draft is not None:
+            draft = Draft() if draft == "lookup" else draft
+            used.append(draft)
+        for thing in used:
+            thing._claim()
         sampler = _Sampler(self.model, **sampling)
         self.seed = lib.dt_sampler_seed(sampler.handle)
         for token in tokens:
             call("dt_sampler_accept", sampler.handle, token, False)
         self.sync(tokens)
+        for thing in used:
+            thing._busy = True
+        try:
+            yield from self._reply(sampler, draft, n_predict)
+        finally:  # also where the caller stops early
+            for thing in used:
+                thing._busy = False
+
+    def _reply(self, sampler, draft, n_predict):
         if draft is not None:
-            reply = _DraftedReply(self, sampler, Draft() if draft == "lookup" else draft, n_predict)
+            reply = _DraftedReply(self, sampler, draft, n_predict)
             try:
                 while (token := reply.next()) is not None:
                     yield token
-            finally:  # also where the caller stops early
+            finally:
                 reply.stop()
             return
         token, n = ctypes.c_int32(), 0
@@ -289,10 +329,11 @@ class Session:
     def generate(self, prompt, n_predict=-1, draft=None, **sampling):
         """generate_tokens as text, in whole characters."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in self.generate_tokens(prompt, n_predict, draft, **sampling):
-            piece = decoder.decode(self.model.token_bytes(token))
-            if piece:
-                yield piece
+        with contextlib.closing(self.generate_tokens(prompt, n_predict, draft, **sampling)) as tokens:
+            for token in tokens:
+                piece = decoder.decode(self.model.token_bytes(token))
+                if piece:
+                    yield piece
         rest = decoder.decode(b"", True)
         if rest:
             yield rest
@@ -317,7 +358,9 @@ class Session:
         return numbers
 
     def save(self, path):
+        self._claim()
         call("dt_session_save", self._handle, None, _whole("path", os.fsencode(path)))
 
     def load(self, path):
+        self._claim()
         call("dt_session_load", self._handle, None, _whole("path", os.fsencode(path)))
