@@ -136,11 +136,17 @@ def check_numbers(body):
                 raise BadRow(f"{name} must be a {what} from {least} to {most}")
 
 
+def seed_of(value):
+    """A row's seed in the 32 bits that a sampler takes, as deeptutor-batch brings it there; -1 is a random one."""
+    rest = abs(value) % (2**32 - 1)
+    return -1 if value == -1 else (rest if value >= 0 else -rest) % 2**32
+
+
 def sampling_of(body, defaults):
     settings = dict(defaults)
     for name, ours in SAMPLING.items():
         if body.get(name) is not None:
-            settings[ours] = body[name]
+            settings[ours] = seed_of(body[name]) if name == "seed" else body[name]
     schema = body.get("json_schema")
     form = body.get("response_format") or {}
     if form.get("type") == "json_schema":
