@@ -417,7 +417,7 @@ def main():
     output = folder / f"original-t{args.threads}"
     check(args, output, [SHAPES[name] for name in args.shapes.split(",")])
     held = lock(args.scratch)
-    shapes = read_rows(folder / f"original-t{args.threads}.csv")
+    shapes = read_rows(Path(f"{output}.csv"))
     bench = None if args.no_llama else args.llama_bench or peers.build_peer("llama-bench")
     for name in args.shapes.split(","):
         rows, left = measure_shape(args, bench, name, SHAPES[name])

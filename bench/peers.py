@@ -27,6 +27,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+from eval.command import replacing  # noqa: E402
+
 PEERS = ROOT / "build-peers"
 OPENVINO = ["openvino==2026.4.0", "openvino-genai==2026.4.0.0", "openvino-tokenizers==2026.4.0.0"]
 
@@ -95,14 +98,8 @@ def replace_file(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    path = path.resolve()  # where it is a link, the link stays
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "w", newline="", encoding="utf-8") as file:
-            file.write(text)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def write_file(path: Path, text: str, append: bool = False) -> None:
