@@ -4,6 +4,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "batch_input.h"
 #include "batch_lines.h"
+#include "fail.h"
 #include "json_parts.h"
 #include "run.h"
 #include "utf8.h"
@@ -39,7 +40,7 @@ static dt_status list_folder(dt_batch_input *in, dt_error *error) {
     char path[PATH_BYTES];
     struct stat info;
     if (folder == NULL) {
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be read: %s", in->path, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be read: %s", in->path, strerror(errno));
     }
     bool good = true;
     for (const struct dirent *entry; good && (entry = readdir(folder)) != NULL;) {
@@ -79,7 +80,7 @@ static dt_status count_lines(dt_batch_input *in, dt_error *error) {
     }
     in->size = ftello(l->file);
     if (ferror(l->file) || fseek(l->file, 0, SEEK_SET) != 0) {
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be read twice: %s; give a regular file", in->path, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be read twice: %s; give a regular file", in->path, strerror(errno));
     }
     return DT_OK;
 }
@@ -87,17 +88,17 @@ static dt_status count_lines(dt_batch_input *in, dt_error *error) {
 dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_batch_input **out, dt_error *error) {
     struct stat info;
     if (stat(path, &info) != 0) {
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
     }
     if (S_ISDIR(info.st_mode) != (each != NULL)) {
-        return dt_batch_fail(error, DT_ERR_ARGUMENT,
-                             each != NULL ? "--each is for a folder of texts; %s is a file"
-                                          : "%s is a folder; say what to do with each of its texts: --each \"Summarize: {text}\"",
-                             path);
+        return dt_app_fail(error, DT_ERR_ARGUMENT,
+                           each != NULL ? "--each is for a folder of texts; %s is a file"
+                                        : "%s is a folder; say what to do with each of its texts: --each \"Summarize: {text}\"",
+                           path);
     }
     if (each == NULL && !S_ISREG(info.st_mode)) {
-        return dt_batch_fail(error, DT_ERR_ARGUMENT,
-                             "%s is no regular file: jobs are read twice, to count them first; name a file with -i", path);
+        return dt_app_fail(error, DT_ERR_ARGUMENT,
+                           "%s is no regular file: jobs are read twice, to count them first; name a file with -i", path);
     }
     dt_batch_input *in = calloc(1, sizeof *in);
     if (in == NULL) {
@@ -108,7 +109,7 @@ dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_
     if (each != NULL) {
         status = list_folder(in, error);
     } else if ((in->lines.file = fopen(path, "rb")) == NULL) {
-        status = dt_batch_fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
+        status = dt_app_fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
     } else {
         status = count_lines(in, error);
     }
@@ -233,10 +234,10 @@ static bool next_line(dt_batch_input *in, dt_batch_row *row) {
 
 dt_status dt_batch_input_check(const dt_batch_input *in, dt_error *error) {
     if (in->reason != 0) {
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be read to its end: %s", in->path, strerror(in->reason));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be read to its end: %s", in->path, strerror(in->reason));
     }
     if (in->cut) {
-        return dt_batch_fail(
+        return dt_app_fail(
             error, DT_ERR_IO,
             "%s was cut short while it was read: %lld of its %lld rows were there; with all of them, the same command goes on",
             in->path, (long long)in->n_read, (long long)in->n_rows);

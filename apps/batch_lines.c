@@ -3,9 +3,9 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "batch_lines.h"
+#include "fail.h"
 #include "run.h"
 
-#include <stdarg.h>
 #include <stdlib.h>
 
 #define LINE_BYTES_MAX (16 * DT_BATCH_ROW_BYTES_MAX) /* beyond it, this is no file of lines: nobody waits for a terabyte to end */
@@ -13,15 +13,7 @@
 static const char too_long[] = "it is too long";
 const char dt_batch_no_room[] = "memory is short";
 
-dt_status dt_batch_fail(dt_error *error, dt_status code, const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error->message, sizeof error->message, format, arguments);
-    va_end(arguments);
-    return error->code = code;
-}
-
-dt_status dt_batch_no_memory(dt_error *error) { return dt_batch_fail(error, DT_ERR_MEMORY, "out of memory for the jobs"); }
+dt_status dt_batch_no_memory(dt_error *error) { return dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the jobs"); }
 
 /* Makes room for one more byte of the line. */
 static bool grow_line(dt_batch_lines *l, size_t n) {
@@ -72,9 +64,9 @@ ssize_t dt_batch_read_line(dt_batch_lines *l) {
 
 dt_status dt_batch_reading_ended(const dt_batch_lines *l, const char *path, dt_error *error) {
     if (l->endless) {
-        return dt_batch_fail(error, DT_ERR_LIMIT,
-                             "%s has a line of more than %zu bytes, so it is no file of JSON lines; name another file", path,
-                             LINE_BYTES_MAX);
+        return dt_app_fail(error, DT_ERR_LIMIT,
+                           "%s has a line of more than %zu bytes, so it is no file of JSON lines; name another file", path,
+                           LINE_BYTES_MAX);
     }
-    return dt_batch_fail(error, DT_ERR_CANCELLED, "interrupted while %s was read; the same command begins again", path);
+    return dt_app_fail(error, DT_ERR_CANCELLED, "interrupted while %s was read; the same command begins again", path);
 }

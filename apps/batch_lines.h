@@ -30,7 +30,6 @@ ssize_t dt_batch_read_line(dt_batch_lines *l);
 /* Why dt_batch_read_line came to no end of the file. */
 dt_status dt_batch_reading_ended(const dt_batch_lines *l, const char *path, dt_error *error);
 
-dt_status dt_batch_fail(dt_error *error, dt_status code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 dt_status dt_batch_no_memory(dt_error *error);
 
 #endif

@@ -4,6 +4,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "batch_output.h"
 #include "batch_lines.h"
+#include "fail.h"
 #include "file_lock.h"
 #include "json_parts.h"
 #include "run.h"
@@ -114,7 +115,7 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, off_t *out_size, 
     dt_status status = DT_OK;
     *out_end = *out_size = 0;
     if (l.file == NULL) {
-        return errno == ENOENT ? DT_OK : dt_batch_fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
+        return errno == ENOENT ? DT_OK : dt_app_fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
     int64_t number = 1;
     for (ssize_t n; status == DT_OK && (n = dt_batch_read_line(&l)) >= 0; number++) {
@@ -130,16 +131,16 @@ static dt_status read_done(dt_batch_output *o, off_t *out_end, off_t *out_size, 
             *out_end = *out_size;
         } else if (object != NULL || l.has_end || l.why != NULL || !begins_result(l.line, (size_t)n) ||
                    (number == 1 && (size_t)n < ALONE_MIN)) {
-            status = dt_batch_fail(error, DT_ERR_ARGUMENT,
-                                   "%s is there already and holds something else, in line %lld; name another file with -o", o->path,
-                                   (long long)number);
+            status = dt_app_fail(error, DT_ERR_ARGUMENT,
+                                 "%s is there already and holds something else, in line %lld; name another file with -o", o->path,
+                                 (long long)number);
         }
         json_decref(object);
     }
     if (status == DT_OK && (dt_interrupted || l.endless)) {
         status = dt_batch_reading_ended(&l, o->path, error);
     } else if (status == DT_OK && ferror(l.file)) {
-        status = dt_batch_fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
+        status = dt_app_fail(error, DT_ERR_IO, "%s can't be read: %s", o->path, strerror(errno));
     }
     free(l.line);
     fclose(l.file);
@@ -165,7 +166,7 @@ static dt_status write_all(dt_batch_output *o, const char *text, size_t n, dt_er
     for (size_t done = 0; done < n;) {
         const ssize_t written = write(o->file, text + done, n - done);
         if (written < 0 && errno != EINTR) {
-            return dt_batch_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+            return dt_app_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
         }
         done += written > 0 ? (size_t)written : 0;
         o->size += written > 0 ? written : 0;
@@ -178,14 +179,14 @@ static dt_status open_behind(dt_batch_output *o, off_t end, off_t size, dt_error
     struct stat info;
     o->file = open(o->path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (o->file < 0 || fstat(o->file, &info) != 0) {
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
     }
     if (info.st_size != size) {
-        return dt_batch_fail(error, DT_ERR_ARGUMENT,
-                             "%s was written to by something else while it was read; end that, or name another file", o->path);
+        return dt_app_fail(error, DT_ERR_ARGUMENT,
+                           "%s was written to by something else while it was read; end that, or name another file", o->path);
     }
     if (size > end && ftruncate(o->file, end) != 0) {
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
     }
     o->size = end;
     return o->lacks_end ? write_all(o, "\n", 1, error) : DT_OK;
@@ -195,7 +196,7 @@ dt_status dt_batch_output_open(const char *path, const char *input_path, const c
                                dt_error *error) {
     struct stat in, there, folder;
     if (stat(path, &there) == 0 && !S_ISREG(there.st_mode)) {
-        return dt_batch_fail(
+        return dt_app_fail(
             error, DT_ERR_ARGUMENT,
             "%s is no regular file: results are written to a file, from which a run that was broken off goes on; name one "
             "with -o",
@@ -203,7 +204,7 @@ dt_status dt_batch_output_open(const char *path, const char *input_path, const c
     }
     if (stat(input_path, &in) == 0 && ((stat(path, &there) == 0 && same_file(&in, &there)) ||
                                        (S_ISDIR(in.st_mode) && folder_of(path, &folder) && same_file(&in, &folder)))) {
-        return dt_batch_fail(error, DT_ERR_ARGUMENT, "-o names the input, or a file in it; the results need a place of their own");
+        return dt_app_fail(error, DT_ERR_ARGUMENT, "-o names the input, or a file in it; the results need a place of their own");
     }
     dt_batch_output *o = calloc(1, sizeof *o);
     if (o == NULL) {
@@ -247,10 +248,9 @@ dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row,
     const json_t *id = json_object_get(o->done, key);
     *out_has = id != NULL;
     if (id != NULL && !(row->id == NULL ? json_is_null(id) : json_equal(id, row->id) == 1)) {
-        return dt_batch_fail(
-            error, DT_ERR_ARGUMENT,
-            "%s holds the results of another input: its line for row %lld has another id; name another file with -o", o->path,
-            (long long)row->number);
+        return dt_app_fail(error, DT_ERR_ARGUMENT,
+                           "%s holds the results of another input: its line for row %lld has another id; name another file with -o",
+                           o->path, (long long)row->number);
     }
     return DT_OK;
 }
@@ -258,27 +258,26 @@ dt_status dt_batch_output_has(const dt_batch_output *o, const dt_batch_row *row,
 static dt_status check_kept(const dt_batch_output *o, dt_error *error) {
     struct stat ours, there;
     if (fstat(o->file, &ours) != 0) {
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be looked at: %s", o->path, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be looked at: %s", o->path, strerror(errno));
     }
     if (stat(o->path, &there) != 0 || !same_file(&ours, &there)) {
-        return dt_batch_fail(
+        return dt_app_fail(
             error, DT_ERR_IO,
             "%s was removed or replaced while results were written to it, and those are no longer there; the same command "
             "computes what it lacks",
             o->path);
     }
     if (ours.st_size != o->size) {
-        return dt_batch_fail(
-            error, DT_ERR_IO,
-            "%s was %s by something else while results were written to it; the same command computes what it lacks", o->path,
-            ours.st_size < o->size ? "cut short" : "written to");
+        return dt_app_fail(error, DT_ERR_IO,
+                           "%s was %s by something else while results were written to it; the same command computes what it lacks",
+                           o->path, ours.st_size < o->size ? "cut short" : "written to");
     }
     return DT_OK;
 }
 
 dt_status dt_batch_output_sync(const dt_batch_output *o, dt_error *error) {
     if (fsync(o->file) != 0 && errno != EINVAL && errno != EINTR) { /* EINVAL: the place knows of no such thing */
-        return dt_batch_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "%s can't be written: %s", o->path, strerror(errno));
     }
     return check_kept(o, error);
 }

@@ -5,7 +5,6 @@
 #include "report.h"
 #include "utf8.h"
 
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,17 +15,7 @@
 #define ENTRIES_MAX 4096
 #define AWAITED_USES 4096 /* so many uses of conversations later, a request that was waiting is gone */
 
-dt_status dt_conversations_fail(dt_error *error, dt_status code, const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error->message, sizeof error->message, format, arguments);
-    va_end(arguments);
-    return error->code = code;
-}
-
-static dt_status no_memory(dt_error *error) {
-    return dt_conversations_fail(error, DT_ERR_MEMORY, "out of memory for the conversation");
-}
+static dt_status no_memory(dt_error *error) { return dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the conversation"); }
 
 /* ---- entries ------------------------------------------------------------------------------------ */
 
@@ -286,11 +275,11 @@ static uint64_t bound_of(const dt_session *session, const dt_job *job) {
 }
 
 static dt_status refuse_size(const dt_conversations *all, uint64_t bytes, const dt_job *job, dt_error *error) {
-    return dt_conversations_fail(error, DT_ERR_LIMIT,
-                                 "%zu tokens of prompt and up to %lld of reply may need %s of cache, above the limit of %s "
-                                 "for all (--kv-memory); shorten the text, lower max_tokens or evict",
-                                 job->n_tokens, (long long)job->max_tokens * job->n_choices, dt_size_text_of(bytes).text,
-                                 dt_size_text_of(all->params.memory_bytes).text);
+    return dt_app_fail(error, DT_ERR_LIMIT,
+                       "%zu tokens of prompt and up to %lld of reply may need %s of cache, above the limit of %s "
+                       "for all (--kv-memory); shorten the text, lower max_tokens or evict",
+                       job->n_tokens, (long long)job->max_tokens * job->n_choices, dt_size_text_of(bytes).text,
+                       dt_size_text_of(all->params.memory_bytes).text);
 }
 
 /* Checks that the job fits alone, and finds room. own: bytes of it that are allocated already. *out_fits false: not beside what is
@@ -300,10 +289,10 @@ static dt_status promise(dt_conversations *all, const dt_job *job, const dt_sess
     dt_session_stats stats;
     dt_session_get_stats(session, &stats);
     if (job->n_tokens > (size_t)stats.n_ctx) {
-        return dt_conversations_fail(error, DT_ERR_LIMIT,
-                                     "the prompt has %zu tokens, the context %d; shorten the text, or raise the server's -c where "
-                                     "the model can follow",
-                                     job->n_tokens, (int)stats.n_ctx);
+        return dt_app_fail(error, DT_ERR_LIMIT,
+                           "the prompt has %zu tokens, the context %d; shorten the text, or raise the server's -c where "
+                           "the model can follow",
+                           job->n_tokens, (int)stats.n_ctx);
     }
     const uint64_t bound = bound_of(session, job), total = bound * (uint64_t)job->n_choices;
     if (total > all->params.memory_bytes) {

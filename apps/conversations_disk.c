@@ -314,25 +314,22 @@ dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
     all->folder = strdup(name);
     const int n = snprintf(path, sizeof path, "%s/lock", name);
     if (all->folder == NULL || n >= (int)sizeof path) {
-        return dt_conversations_fail(error, DT_ERR_MEMORY, "the name of the folder for conversations is too long");
+        return dt_app_fail(error, DT_ERR_MEMORY, "the name of the folder for conversations is too long");
     }
     if (mkdir(name, 0700) != 0 && errno != EEXIST) {
-        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be made: %s", name, strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "the folder for conversations %s can't be made: %s", name, strerror(errno));
     }
     all->folder_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
     if (all->folder_lock < 0) {
-        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s can't be written: %s", name,
-                                     strerror(errno));
+        return dt_app_fail(error, DT_ERR_IO, "the folder for conversations %s can't be written: %s", name, strerror(errno));
     }
     if (flock(all->folder_lock, LOCK_EX | LOCK_NB) != 0) {
         char holder[64];
         dt_file_lock_holder(all->folder_lock, holder, sizeof holder);
-        return dt_conversations_fail(error, DT_ERR_IO, "the folder for conversations %s is in use by %s; name another one", name,
-                                     holder);
+        return dt_app_fail(error, DT_ERR_IO, "the folder for conversations %s is in use by %s; name another one", name, holder);
     }
     if (!dt_file_lock_is_one(all->folder_lock)) {
-        return dt_conversations_fail(error, DT_ERR_IO, "%s is no lock file of this program; rename it, or name another folder",
-                                     path);
+        return dt_app_fail(error, DT_ERR_IO, "%s is no lock file of this program; rename it, or name another folder", path);
     }
     dt_file_lock_sign(all->folder_lock);
     all->next_id = 1;
@@ -458,8 +455,7 @@ static void *save_ahead(void *user) {
 
 dt_status dt_conversations_start_saver(dt_conversations *all, dt_error *error) {
     all->has_saver = pthread_create(&all->saver, NULL, save_ahead, all) == 0;
-    return all->has_saver ? DT_OK
-                          : dt_conversations_fail(error, DT_ERR_MEMORY, "no thread for saving conversations could be started");
+    return all->has_saver ? DT_OK : dt_app_fail(error, DT_ERR_MEMORY, "no thread for saving conversations could be started");
 }
 
 void dt_conversations_stop_saver(dt_conversations *all) {
@@ -476,7 +472,7 @@ void dt_conversations_stop_saver(dt_conversations *all) {
 dt_status dt_conversations_load(dt_conversations *all, dt_conversation *c, dt_session *session, dt_error *error) {
     char path[PATH_BYTES];
     if (!path_of(all, c->id, ".session", path)) {
-        return dt_conversations_fail(error, DT_ERR_IO, "its path is too long");
+        return dt_app_fail(error, DT_ERR_IO, "its path is too long");
     }
     const dt_status status = dt_session_load(session, NULL, path, error);
     if (status == DT_ERR_IO && access(path, F_OK) != 0 && errno == ENOENT) {
@@ -489,7 +485,7 @@ dt_status dt_conversations_load(dt_conversations *all, dt_conversation *c, dt_se
     const int32_t *tokens = dt_session_tokens(session, &n);
     const size_t common = n < c->n_tokens ? n : c->n_tokens;
     if (memcmp(tokens, c->tokens, common * sizeof *tokens) != 0) {
-        return dt_conversations_fail(error, DT_ERR_FORMAT, "its index names other tokens");
+        return dt_app_fail(error, DT_ERR_FORMAT, "its index names other tokens");
     }
     if (n != c->n_saved) { /* a process was killed between writing the session and its index: as good, until it is written again */
         c->n_saved = 0;

@@ -5,6 +5,7 @@
 #define DT_APPS_CONVERSATIONS_INTERNAL_H
 
 #include "conversations.h"
+#include "fail.h"
 
 struct dt_conversation {
     uint64_t id;
@@ -54,7 +55,6 @@ struct dt_conversations {
 };
 
 /* All of this with the lock held. ---- conversations.c ---- */
-dt_status dt_conversations_fail(dt_error *error, dt_status code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 /* A new entry; NULL when memory is short. key is copied. */
 dt_conversation *dt_conversations_add(dt_conversations *all, const char *key);
 /* Frees the session and the entry, its files excepted. */

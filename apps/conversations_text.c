@@ -108,7 +108,7 @@ dt_status dt_conversations_tokenize(dt_conversations *all, const char *text, siz
     if (tokens == NULL) {
         free_beginning(&b);
         dt_free(more);
-        return status != DT_OK ? status : dt_conversations_fail(error, DT_ERR_MEMORY, "out of memory for the prompt");
+        return status != DT_OK ? status : dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the prompt");
     }
     if (n_more > 0) {
         memcpy(tokens + b.n_tokens, more, n_more * sizeof *tokens);

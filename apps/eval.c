@@ -16,11 +16,8 @@
 #include "run.h"
 
 #include <math.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-
-#undef eval_fail /* what eval.h makes of it for static analysis */
 
 #define AT(member) offsetof(eval_options, member)
 #define EXIT_REJECTED 3 /* ab: measured, and a threshold was missed */
@@ -114,28 +111,20 @@ static const command commands[] = {
     {"ab", &ab_group, &dt_sampling_options, &policy_group, eval_ab, 0, 50},
 };
 
-dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error->message, sizeof error->message, format, arguments);
-    va_end(arguments);
-    return error->code = code;
-}
-
 dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_error *error) {
     if (e->n_text >= n_tokens) {
-        return eval_fail(error, DT_ERR_ARGUMENT,
-                         "%zu pieces of %zu tokens need a text of %zu; this one has %zu: give fewer --chunks, %zu", n_pieces,
-                         n_tokens, n_pieces * n_tokens, e->n_text, e->n_text / n_tokens);
+        return dt_app_fail(error, DT_ERR_ARGUMENT,
+                           "%zu pieces of %zu tokens need a text of %zu; this one has %zu: give fewer --chunks, %zu", n_pieces,
+                           n_tokens, n_pieces * n_tokens, e->n_text, e->n_text / n_tokens);
     }
     const size_t others = n_tokens - (size_t)e->options->n_context; /* of a piece, beside the context */
     if (e->n_text < others + 16) {
-        return eval_fail(error, DT_ERR_ARGUMENT, "a piece needs %zu tokens, and the text has %zu: give a longer text", n_tokens,
-                         e->n_text);
+        return dt_app_fail(error, DT_ERR_ARGUMENT, "a piece needs %zu tokens, and the text has %zu: give a longer text", n_tokens,
+                           e->n_text);
     }
-    return eval_fail(error, DT_ERR_ARGUMENT,
-                     "a piece needs %zu tokens, and the text has %zu: give a longer text, or --chunks 1 --context %zu", n_tokens,
-                     e->n_text, e->n_text - others);
+    return dt_app_fail(error, DT_ERR_ARGUMENT,
+                       "a piece needs %zu tokens, and the text has %zu: give a longer text, or --chunks 1 --context %zu", n_tokens,
+                       e->n_text, e->n_text - others);
 }
 
 bool eval_progress(int64_t done, int64_t total) {
@@ -286,8 +275,7 @@ static const char *check_eviction(const eval_options *o, const command *c) {
     }
     if (shared->kv_memory > 0) {
         return "--kv-memory fits each side of a comparison for itself, so that they would differ in more than eviction; leave it "
-               "out, "
-               "and give a shorter --context where memory is short";
+               "out, and give a shorter --context where memory is short";
     }
     if (c->run == eval_calibrate && (named || o->evict != 0 || (o->kept != NULL && strchr(o->kept, ',') != NULL) ||
                                      shared->min_cache_size >= 0 || shared->memory_slots >= 0 || shared->prefill != 0)) {
@@ -371,12 +359,12 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
     if (status == DT_OK) {
         e->result = begin_result(e, c);
         e->measuring = true;
-        status = e->result != NULL ? c->run(e, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+        status = e->result != NULL ? c->run(e, error) : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
     }
     dt_report_progress_end();
     if (status == DT_OK && file != NULL) {
         char *text = dt_json_dump(e->result, (c->run == eval_calibrate ? JSON_COMPACT : JSON_INDENT(2)) | JSON_REAL_PRECISION(9));
-        status = text != NULL ? dt_stats_file_write_text(file, text, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+        status = text != NULL ? dt_stats_file_write_text(file, text, error) : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
         free(text);
     }
     status = status == DT_OK ? dt_report_flush_table(error) : status;

@@ -7,6 +7,7 @@
 #ifndef DT_APPS_EVAL_H
 #define DT_APPS_EVAL_H
 
+#include "fail.h"
 #include "options.h"
 #include "report.h"
 
@@ -87,11 +88,6 @@ void eval_print_name(const eval *e, const char *name);
 void eval_set_result(eval *e, json_t *rows);
 /* The refusal of a text that has no room for n_pieces of n_tokens each; says what would fit. */
 dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_error *error);
-/* Fills *error; returns code. */
-dt_status eval_fail(dt_error *error, dt_status code, const char *format, ...) __attribute__((format(printf, 3, 4)));
-#ifdef __clang_analyzer__ /* sees one file at a time: it is to know that what failed did not return DT_OK */
-#define eval_fail(error, code, ...) (eval_fail(error, code, __VA_ARGS__), (code))
-#endif
 
 /* Mean and its standard error of n numbers. */
 typedef struct eval_mean {

@@ -58,7 +58,7 @@ typedef struct ab_run {
 /* ---- input -------------------------------------------------------------------------------------- */
 
 static dt_status bad_line(const eval *e, size_t line, dt_error *error, const char *what) {
-    return eval_fail(error, DT_ERR_ARGUMENT, "%.400s line %zu: %.400s", e->options->input, line, what);
+    return dt_app_fail(error, DT_ERR_ARGUMENT, "%.400s line %zu: %.400s", e->options->input, line, what);
 }
 
 /* What is wrong with a line's object, or NULL. */
@@ -103,21 +103,21 @@ dt_status eval_ab_read(eval *e, dt_error *error) {
             json_t *row = dt_json_load(at, length, 0, &fault);
             const char *what = row == NULL ? fault.text : find_fault(row);
             if (row == NULL && json_error_code(&fault) == json_error_out_of_memory) {
-                status = eval_fail(error, DT_ERR_MEMORY, "out of memory for the prompts");
+                status = dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the prompts");
             } else if (what != NULL) {
                 char sentence[400];
                 snprintf(sentence, sizeof sentence, "%s%s", row == NULL ? "is no JSON object: " : "", what);
                 json_decref(row);
                 status = bad_line(e, line, error, sentence);
             } else if (json_array_append_new(e->rows, json_pack("{sI so}", "line", (json_int_t)line, "row", row)) != 0) {
-                status = eval_fail(error, DT_ERR_MEMORY, "out of memory for the prompts");
+                status = dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the prompts");
             }
         }
         at = end + 1;
     }
     free(text);
     if (status == DT_OK && json_array_size(e->rows) == 0) {
-        status = eval_fail(error, DT_ERR_ARGUMENT, "%.400s has no prompts: a line of JSON each", e->options->input);
+        status = dt_app_fail(error, DT_ERR_ARGUMENT, "%.400s has no prompts: a line of JSON each", e->options->input);
     }
     return status;
 }
@@ -126,7 +126,7 @@ static dt_status render(const ab_run *r, const json_t *messages, char **out, dt_
     const size_t n = json_array_size(messages);
     dt_chat_message *list = calloc(n, sizeof *list);
     if (list == NULL) {
-        return eval_fail(error, DT_ERR_MEMORY, "out of memory for %zu messages", n);
+        return dt_app_fail(error, DT_ERR_MEMORY, "out of memory for %zu messages", n);
     }
     for (size_t i = 0; i < n; i++) {
         const json_t *message = json_array_get(messages, i);
@@ -166,7 +166,7 @@ static dt_status prepare_prompts(ab_run *r, dt_error *error) {
     const int64_t to_come = o->n_predict > 0 ? o->n_predict : 1;
     r->prompts = calloc(n, sizeof *r->prompts);
     if (r->prompts == NULL) {
-        return eval_fail(error, DT_ERR_MEMORY, "out of memory for %zu prompts", n);
+        return dt_app_fail(error, DT_ERR_MEMORY, "out of memory for %zu prompts", n);
     }
     for (size_t i = 0; i < n; i++) {
         const json_t *entry = json_array_get(r->e->rows, i);
@@ -195,7 +195,7 @@ static dt_status prepare_prompts(ab_run *r, dt_error *error) {
         }
         r->n_prompts++;
     }
-    return r->n_prompts > 0 ? DT_OK : eval_fail(error, DT_ERR_ARGUMENT, "no prompt fits the context of %lld", (long long)room);
+    return r->n_prompts > 0 ? DT_OK : dt_app_fail(error, DT_ERR_ARGUMENT, "no prompt fits the context of %lld", (long long)room);
 }
 
 /* ---- one side ----------------------------------------------------------------------------------- */
@@ -243,9 +243,9 @@ static dt_status generate(const ab_run *r, const prompt *p, dt_session *session,
     }
     dt_sampler_free(sampler);
     if (status == DT_OK && out->out_of_memory) {
-        status = eval_fail(error, DT_ERR_MEMORY, "out of memory for the output");
+        status = dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the output");
     }
-    return status == DT_OK && dt_interrupted ? eval_fail(error, DT_ERR_CANCELLED, "stopped") : status;
+    return status == DT_OK && dt_interrupted ? dt_app_fail(error, DT_ERR_CANCELLED, "stopped") : status;
 }
 
 static dt_status run_side(ab_run *r, size_t index, bool on, output *out, dt_error *error) {
@@ -320,7 +320,7 @@ static dt_status compare(ab_run *r, size_t index, const output sides[2], dt_erro
         first++;
     }
     if (!dt_rouge_l(sides[0].text, sides[0].n_bytes, sides[1].text, sides[1].n_bytes, &rouge)) {
-        return eval_fail(error, DT_ERR_MEMORY, "out of memory for the words of the outputs");
+        return dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the words of the outputs");
     }
     const bool same = first == longer;
     const double agreement = longer > 0 ? (double)n_equal / (double)longer : 1;
@@ -440,7 +440,7 @@ static dt_status begin(ab_run *r, dt_error *error) {
     r->scores.agreement = calloc(r->n_prompts + 1, sizeof(double));
     r->samples = json_array();
     if (status == DT_OK && (!r->scores.same || !r->scores.rouge || !r->scores.agreement || !r->samples)) {
-        status = eval_fail(error, DT_ERR_MEMORY, "out of memory for the scores");
+        status = dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the scores");
     }
     return status;
 }

@@ -61,7 +61,7 @@ static dt_status make_config(const calibration *c, dt_error *error) {
     json_decref(c->e->result);
     c->e->result = dt_json_load(text, strlen(text), 0, NULL);
     dt_free(text);
-    return c->e->result != NULL ? DT_OK : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+    return c->e->result != NULL ? DT_OK : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
 }
 
 static void report(const calibration *c) {
@@ -90,7 +90,7 @@ dt_status eval_calibrate(eval *e, dt_error *error) {
     assert(n_lanes > 0);
     c.kept = calloc(n_lanes, sizeof *c.kept);
     dt_status status =
-        c.kept != NULL ? dt_calibration_new(e->model, &c.learned, error) : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+        c.kept != NULL ? dt_calibration_new(e->model, &c.learned, error) : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
     for (int64_t i = 0; i < o->n_chunks && status == DT_OK; i++) {
         status = measure_piece(&c, i, error);
     }

@@ -83,7 +83,7 @@ static dt_status feed(dt_session *session, comparison *c, dt_logits_fn fn, dt_er
     for (c->first = 0; c->first < c->n && status == DT_OK; c->first += step) {
         status = dt_session_score(session, c->fed + c->first, step, fn, c, error);
     }
-    return status == DT_ERR_CANCELLED ? eval_fail(error, status, "stopped") : status;
+    return status == DT_ERR_CANCELLED ? dt_app_fail(error, status, "stopped") : status;
 }
 
 static dt_status measure_setting(eval *e, const dt_session *base, size_t setting, comparison *c, eval_map *map, dt_error *error) {
@@ -208,8 +208,8 @@ dt_status eval_kld(eval *e, dt_error *error) {
     }
     for (size_t i = 0; i < e->n_settings; i++) {
         if (e->settings[i].quote >= 0 && o->n_continuation >= o->n_context) {
-            return eval_fail(error, DT_ERR_ARGUMENT, "a quotation of %lld tokens needs a longer --context than %lld",
-                             (long long)o->n_continuation + 1, (long long)o->n_context);
+            return dt_app_fail(error, DT_ERR_ARGUMENT, "a quotation of %lld tokens needs a longer --context than %lld",
+                               (long long)o->n_continuation + 1, (long long)o->n_context);
         }
     }
     const size_t n_vocab = (size_t)dt_model_get_info(e->model)->n_vocab;
@@ -220,10 +220,10 @@ dt_status eval_kld(eval *e, dt_error *error) {
     eval_map *map = eval_map_new(e);
     dt_status status = full != NULL && sums != NULL && values != NULL && map != NULL
                            ? DT_OK
-                           : eval_fail(error, DT_ERR_MEMORY,
-                                       "out of memory for %lld tokens' distributions; give a smaller "
-                                       "--continuation",
-                                       (long long)o->n_continuation);
+                           : dt_app_fail(error, DT_ERR_MEMORY,
+                                         "out of memory for %lld tokens' distributions; give a smaller "
+                                         "--continuation",
+                                         (long long)o->n_continuation);
     for (size_t i = 0; i < n_chunks && status == DT_OK; i++) {
         status = measure_chunk(e, i, full, sums + i * e->n_settings, map, error);
     }

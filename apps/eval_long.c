@@ -67,10 +67,11 @@ static dt_status check_passes(const eval *e, const eval_setting *setting, dt_err
     dt_session_free(session);
     return stats.n_ctx > e->options->n_context
                ? DT_OK
-               : eval_fail(error, DT_ERR_ARGUMENT,
-                           "these settings leave no room to go past a context of %lld: every layer has to evict, down to a budget "
-                           "(--kept, --max-cache-size) well below it",
-                           (long long)e->options->n_context);
+               : dt_app_fail(
+                     error, DT_ERR_ARGUMENT,
+                     "these settings leave no room to go past a context of %lld: every layer has to evict, down to a budget "
+                     "(--kept, --max-cache-size) well below it",
+                     (long long)e->options->n_context);
 }
 
 /* Goes on to token `to` of text, then scores n tokens from there; *nll: mean. */
@@ -129,14 +130,14 @@ dt_status eval_long(eval *e, dt_error *error) {
     const size_t context = (size_t)o->n_context, n_pieces = (size_t)o->n_chunks, n = (size_t)o->n_continuation;
     const size_t times = (size_t)o->n_times, last = context * times, step = last > context ? (last - context) / n_pieces : 0;
     if (e->n_text < 2 * context + n + 1) {
-        return eval_fail(
+        return dt_app_fail(
             error, DT_ERR_ARGUMENT,
             "the text has %zu tokens, less than two contexts of %zu and a piece of %zu: give a longer one, or a smaller "
             "--context or --continuation",
             e->n_text, context, n);
     }
     if (e->n_text < last + n + 1 || step < n) {
-        return eval_fail(
+        return dt_app_fail(
             error, DT_ERR_ARGUMENT,
             "%zu pieces of %zu tokens up to %zu times a context of %zu need a text of %zu tokens; this one has %zu: give %s",
             n_pieces, n, times, context, last + n + 1, e->n_text,
@@ -144,7 +145,7 @@ dt_status eval_long(eval *e, dt_error *error) {
     }
     piece *pieces = calloc(n_pieces, sizeof *pieces);
     if (pieces == NULL) {
-        return eval_fail(error, DT_ERR_MEMORY, "out of memory");
+        return dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
     }
     dt_status status = DT_OK;
     json_t *rows = json_array();

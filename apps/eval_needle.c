@@ -58,7 +58,7 @@ static dt_status add_tokens(token_list *list, const int32_t *tokens, size_t n, d
         const size_t capacity = (list->n + n) * 2;
         int32_t *larger = realloc(list->tokens, capacity * sizeof *larger);
         if (larger == NULL) {
-            return eval_fail(error, DT_ERR_MEMORY, "out of memory for %zu tokens", capacity);
+            return dt_app_fail(error, DT_ERR_MEMORY, "out of memory for %zu tokens", capacity);
         }
         list->tokens = larger;
         list->capacity = capacity;
@@ -150,14 +150,14 @@ static dt_status find_template(needle_run *r, dt_error *error) {
         char *at = strstr(text, mark);
         if (at == NULL) {
             dt_free(text);
-            return eval_fail(error, DT_ERR_UNSUPPORTED, "the chat template does not repeat the user's text; use --form text");
+            return dt_app_fail(error, DT_ERR_UNSUPPORTED, "the chat template does not repeat the user's text; use --form text");
         }
         *at = 0;
         r->before = strdup(text);
         r->after = strdup(at + sizeof mark - 1);
         dt_free(text);
     }
-    return r->before != NULL && r->after != NULL ? DT_OK : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+    return r->before != NULL && r->after != NULL ? DT_OK : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
 }
 
 /* ---- asking ------------------------------------------------------------------------------------- */
@@ -272,7 +272,7 @@ static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
     for (size_t i = 0; i < s.n && status == DT_OK; i++) {
         status = ask_all(r, index, &s.needles[i], &context, base, evicted, error);
         if (status == DT_OK && !eval_progress(progress[0] + (int64_t)i + 2, progress[1])) {
-            status = eval_fail(error, DT_ERR_CANCELLED, "stopped");
+            status = dt_app_fail(error, DT_ERR_CANCELLED, "stopped");
         }
     }
     for (size_t i = 0; i < e->n_settings; i++) {
@@ -306,7 +306,7 @@ static void report(needle_run *r) {
 dt_status eval_needle(eval *e, dt_error *error) {
     const size_t n = (size_t)e->options->n_context;
     if (e->n_text < n) {
-        return eval_fail(error, DT_ERR_ARGUMENT, "a context of %zu tokens needs a longer text: this one has %zu", n, e->n_text);
+        return dt_app_fail(error, DT_ERR_ARGUMENT, "a context of %zu tokens needs a longer text: this one has %zu", n, e->n_text);
     }
     needle_run r = {.e = e, .random = (uint64_t)e->options->seed * 2 + 1, .samples = json_array()};
     for (size_t i = 0; i < e->n_settings; i++) {

@@ -37,8 +37,8 @@ static dt_status add_setting(eval *e, double kept, dt_error *error) {
     shared.eviction = true;
     shared.max_cache_size = eval_size_of(e, kept);
     if (kept > 0 && shared.max_cache_size < 1) {
-        return eval_fail(error, DT_ERR_ARGUMENT, "--kept %g of a context of %lld is less than one token; give a larger share", kept,
-                         (long long)o->n_context);
+        return dt_app_fail(error, DT_ERR_ARGUMENT, "--kept %g of a context of %lld is less than one token; give a larger share",
+                           kept, (long long)o->n_context);
     }
     return o->policy != NULL ? setting_of_policy(e, &shared, &setting->eviction, error)
                              : dt_shared_options_eviction(&shared, e->model, &setting->eviction, error);
@@ -58,11 +58,11 @@ static dt_status settings_of_flags(eval *e, dt_error *error) {
             memcpy(word, text, n);
         }
         if (!dt_parse_number(word, &kept) || kept <= 0 || kept > 1) {
-            return eval_fail(error, DT_ERR_ARGUMENT, "--kept needs shares above 0 and up to 1, such as 0.5,0.25, but has '%.*s'",
-                             (int)n, text);
+            return dt_app_fail(error, DT_ERR_ARGUMENT, "--kept needs shares above 0 and up to 1, such as 0.5,0.25, but has '%.*s'",
+                               (int)n, text);
         }
         if (e->n_settings == EVAL_MAX_SETTINGS) {
-            return eval_fail(error, DT_ERR_ARGUMENT, "--kept takes at most %d shares", EVAL_MAX_SETTINGS);
+            return dt_app_fail(error, DT_ERR_ARGUMENT, "--kept takes at most %d shares", EVAL_MAX_SETTINGS);
         }
         status = add_setting(e, kept, error);
         text += n;
@@ -73,7 +73,7 @@ static dt_status settings_of_flags(eval *e, dt_error *error) {
 /* ---- from a file ---- */
 
 static dt_status bad_setting(const eval *e, const char *name, dt_error *error, const char *what) {
-    return eval_fail(error, DT_ERR_CONFIG, "%s: setting \"%.100s\" %s", e->options->settings, name, what);
+    return dt_app_fail(error, DT_ERR_CONFIG, "%s: setting \"%.100s\" %s", e->options->settings, name, what);
 }
 
 /* A size that stands beside "config" or "preset"; as it is where there is none. */
@@ -110,7 +110,7 @@ static dt_status read_eviction(const eval *e, const char *name, const json_t *ro
     char title[128], *text = dt_json_dump(config, JSON_COMPACT);
     snprintf(title, sizeof title, "setting \"%.100s\"", name);
     dt_status status = text != NULL ? dt_eviction_from_text(e->model, title, text, strlen(text), out, error)
-                                    : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+                                    : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
     free(text);
     return status == DT_OK ? dt_shared_options_sizes(&shared, *out, error) : status;
 }
@@ -129,10 +129,10 @@ static dt_status read_setting(eval *e, json_t *row, dt_error *error) {
     const char *name = json_string_value(json_object_get(row, "name")), *evict = json_string_value(json_object_get(row, "evict"));
     const json_t *quote = json_object_get(row, "quote");
     if (e->n_settings == EVAL_MAX_SETTINGS) {
-        return eval_fail(error, DT_ERR_CONFIG, "%s: more than %d settings", e->options->settings, EVAL_MAX_SETTINGS);
+        return dt_app_fail(error, DT_ERR_CONFIG, "%s: more than %d settings", e->options->settings, EVAL_MAX_SETTINGS);
     }
     if (name == NULL) {
-        return eval_fail(error, DT_ERR_CONFIG, "%s: setting %zu has no \"name\"", e->options->settings, e->n_settings + 1);
+        return dt_app_fail(error, DT_ERR_CONFIG, "%s: setting %zu has no \"name\"", e->options->settings, e->n_settings + 1);
     }
     const char *key;
     json_t *value;
@@ -157,7 +157,7 @@ static dt_status read_setting(eval *e, json_t *row, dt_error *error) {
     setting->quote = quote != NULL ? json_number_value(quote) : e->options->quote;
     setting->name = strdup(name);
     return setting->name != NULL ? read_eviction(e, name, row, &setting->eviction, error)
-                                 : eval_fail(error, DT_ERR_MEMORY, "out of memory");
+                                 : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
 }
 
 static dt_status settings_of_file(eval *e, dt_error *error) {
@@ -172,11 +172,11 @@ static dt_status settings_of_file(eval *e, dt_error *error) {
     free(text);
     if (rows == NULL) {
         return json_error_code(&why) == json_error_out_of_memory
-                   ? eval_fail(error, DT_ERR_MEMORY, "out of memory for %s", e->options->settings)
-                   : eval_fail(error, DT_ERR_CONFIG, "%s:%d: %s", e->options->settings, why.line > 0 ? why.line : 1, why.text);
+                   ? dt_app_fail(error, DT_ERR_MEMORY, "out of memory for %s", e->options->settings)
+                   : dt_app_fail(error, DT_ERR_CONFIG, "%s:%d: %s", e->options->settings, why.line > 0 ? why.line : 1, why.text);
     }
     if (!json_is_array(rows) || json_array_size(rows) == 0) {
-        status = eval_fail(error, DT_ERR_CONFIG, "%s: must be a list of settings", e->options->settings);
+        status = dt_app_fail(error, DT_ERR_CONFIG, "%s: must be a list of settings", e->options->settings);
     }
     for (size_t i = 0; i < json_array_size(rows) && status == DT_OK; i++) {
         status = read_setting(e, json_array_get(rows, i), error);

@@ -5,6 +5,7 @@
  * every reply whose prompt is read samples its next token.
  */
 #define _POSIX_C_SOURCE 200809L
+#include "fail.h"
 #include "sequence.h"
 
 #include <stdio.h>
@@ -376,9 +377,8 @@ dt_status dt_scheduler_new(const dt_scheduler_params *params, dt_scheduler **out
     if (status == DT_OK) {
         const int reason = pthread_create(&s->thread, NULL, run, s);
         if (reason != 0) {
-            snprintf(error->message, sizeof error->message,
-                     "the scheduler's thread can't be started: %s; raise the limit on processes", strerror(reason));
-            status = error->code = DT_ERR_COMPUTE;
+            status = dt_app_fail(error, DT_ERR_COMPUTE, "the scheduler's thread can't be started: %s; raise the limit on processes",
+                                 strerror(reason));
         }
     }
     if (status != DT_OK) {

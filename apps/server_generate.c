@@ -208,17 +208,8 @@ static enum MHD_Result send_stream(dt_exchange *e, work *w) {
 }
 
 static enum MHD_Result send_busy(const dt_exchange *e) {
-    char seconds[16];
-    char *text = dt_api_error(429, "too many requests are waiting; try again after the time in Retry-After");
-    struct MHD_Response *response =
-        text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
-    if (response == NULL) {
-        free(text);
-        return MHD_NO;
-    }
-    snprintf(seconds, sizeof seconds, "%d", (int)dt_scheduler_seconds_to_wait(e->http->params.api->scheduler));
-    MHD_add_response_header(response, "Retry-After", seconds);
-    return dt_http_send_response(e->connection, 429, response, "application/json");
+    return dt_http_send_wait(e->connection, 429, "too many requests are waiting; try again after the time in Retry-After",
+                             dt_scheduler_seconds_to_wait(e->http->params.api->scheduler), false);
 }
 
 /* Submits the jobs and answers. Takes w over. */

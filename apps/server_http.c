@@ -2,6 +2,7 @@
  * Transport: the server's life, requests and routes. See server_http.h; what generates is in server_generate.c.
  */
 #define _GNU_SOURCE /* strdup */
+#include "fail.h"
 #include "report.h"
 #include "server_internal.h"
 
@@ -40,14 +41,18 @@ enum MHD_Result dt_http_send_response(struct MHD_Connection *connection, int sta
     return result;
 }
 
-enum MHD_Result dt_http_send_text(struct MHD_Connection *connection, int status, char *text, const char *type) {
+/* NULL where memory is short. Takes the text over. */
+static struct MHD_Response *text_response(char *text) {
     struct MHD_Response *response =
         text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
     if (response == NULL) {
         free(text);
-        return MHD_NO;
     }
-    return dt_http_send_response(connection, status, response, type);
+    return response;
+}
+
+enum MHD_Result dt_http_send_text(struct MHD_Connection *connection, int status, char *text, const char *type) {
+    return dt_http_send_response(connection, status, text_response(text), type);
 }
 
 enum MHD_Result dt_http_send_json(struct MHD_Connection *connection, int status, char *text) {
@@ -58,18 +63,19 @@ enum MHD_Result dt_http_send_error(struct MHD_Connection *connection, int status
     return dt_http_send_json(connection, status, dt_api_error(status, message));
 }
 
-/* To one of the connections beyond the limit, which is closed behind it. */
-static enum MHD_Result send_crowded(struct MHD_Connection *connection) {
-    char *text = dt_api_error(503, "too many connections are open; close idle ones, or try again later");
-    struct MHD_Response *response =
-        text != NULL ? MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE) : NULL;
+enum MHD_Result dt_http_send_wait(struct MHD_Connection *connection, int status, const char *message, int32_t seconds,
+                                  bool closes) {
+    char number[16];
+    struct MHD_Response *response = text_response(dt_api_error(status, message));
     if (response == NULL) {
-        free(text);
         return MHD_NO;
     }
-    MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
-    MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "5");
-    return dt_http_send_response(connection, 503, response, "application/json");
+    snprintf(number, sizeof number, "%d", (int)seconds);
+    MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, number);
+    if (closes) {
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
+    }
+    return dt_http_send_response(connection, status, response, "application/json");
 }
 
 /* ---- paths -------------------------------------------------------------------------------------- */
@@ -243,7 +249,8 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
         find_route(e, url);
         const union MHD_ConnectionInfo *beyond = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
         if (beyond != NULL && beyond->socket_context != NULL) {
-            return send_crowded(connection);
+            return dt_http_send_wait(connection, 503, "too many connections are open; close idle ones, or try again later",
+                                     CROWDED_SECONDS, true);
         }
         const int status = refuse_early(e, method, &message);
         return status != 0 ? dt_http_send_error(connection, status, message) : MHD_YES;
@@ -367,10 +374,8 @@ dt_status dt_http_start(const dt_http_params *params, dt_http **out, dt_error *e
         const int reason = errno;
         close(s);
         free(http);
-        snprintf(error->message, sizeof error->message,
-                 "the server's thread can't be started: %s; raise the limits on processes and memory",
-                 reason != 0 ? strerror(reason) : "no reason was given");
-        return error->code = DT_ERR_IO;
+        return dt_app_fail(error, DT_ERR_IO, "the server's thread can't be started: %s; raise the limits on processes and memory",
+                           reason != 0 ? strerror(reason) : "no reason was given");
     }
     *out = http;
     return DT_OK;

@@ -38,6 +38,8 @@ enum MHD_Result dt_http_send_text(struct MHD_Connection *connection, int status,
 enum MHD_Result dt_http_send_json(struct MHD_Connection *connection, int status, char *text);
 /* As OpenAI's servers say it; the message is copied. */
 enum MHD_Result dt_http_send_error(struct MHD_Connection *connection, int status, const char *message);
+/* The same to a client that may come again in so many seconds. closes: its connection, behind the answer. */
+enum MHD_Result dt_http_send_wait(struct MHD_Connection *connection, int status, const char *message, int32_t seconds, bool closes);
 
 /* ---- server_generate.c ---- */
 /* Reads the body, runs its jobs and answers, at once or as a stream. */
