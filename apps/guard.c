@@ -105,6 +105,8 @@ static void report_loss(const dt_shared_options *o) {
     if (isatty(STDERR_FILENO)) {
         fputc('\n', stderr); /* text or a bar may stand on the line */
     }
+    const struct timespec pause = {.tv_nsec = 200 * 1000 * 1000};
+    nanosleep(&pause, NULL); /* a server that is just ending may take one more connection, only to hang up on it */
     if (dt_devices_check(o->device, &error) == DT_OK) {
         snprintf(error.message, sizeof error.message,
                  "a server of %s ended the connection, or was silent for %lld s; what it printed may tell why", o->device,
