@@ -426,7 +426,10 @@ static dt_status begin(const batch_options *o, const dt_model *model, const char
         }
     }
     if (status == DT_OK) {
-        status = dt_check_cache_memory(model, &params.session, *out_eviction, error);
+        status = dt_check_cache_memory(model, &params.session, *out_eviction, NULL, error);
+    }
+    if (status == DT_OK) {
+        status = dt_report_eviction(*out_eviction, "", error);
     }
     return status == DT_OK ? dt_scheduler_new(&params, &b->api.scheduler, error) : status;
 }

@@ -492,8 +492,9 @@ static void print_markdown(const bench *b) {
                r->eviction ? "on" : "off", test, r->median < 1e5 ? 1 : 0, r->median, (r->high - r->low) / r->median * 50,
                (double)r->kv_bytes / 1048576.0, r->attention * 100, r->evicting < 0.0995 ? 1 : 0, r->evicting * 100, bound);
     }
-    printf("\nt/s: median, +- half of what lies between slowest and fastest; bound: how much\n"
-           "of the speed at which the machine reads weights and cache; -o csv has more.\n");
+    printf("\nt/s: median, +- half of what lies between slowest and fastest; attn, evict:\n"
+           "shares of the time; bound: how much of the speed at which the machine reads\n"
+           "weights and cache; -o csv has more.\n");
 }
 
 static void print_csv(const bench *b) {
@@ -547,6 +548,9 @@ static int run(void *user) {
     dt_status status = dt_model_open(o->shared.model, &model_params, &b->model, &error);
     if (status == DT_OK) {
         status = dt_shared_options_eviction(&o->shared, b->model, &b->eviction, &error);
+    }
+    if (status == DT_OK && b->eviction != NULL) {
+        status = dt_report_eviction(b->eviction, "", &error);
     }
     if (status == DT_OK) {
         status = make_tokens(b, &error);

@@ -173,8 +173,18 @@ eval_mean eval_mean_of(const double *values, size_t n) {
     for (size_t i = 0; i < n; i++) {
         squares += (values[i] - mean) * (values[i] - mean);
     }
-    return (eval_mean){.mean = mean, .error = n > 1 ? sqrt(squares / (double)(n - 1) / (double)n) : 0};
+    return (eval_mean){.mean = mean, .error = n > 1 ? sqrt(squares / (double)(n - 1) / (double)n) : NAN};
 }
+
+eval_error_text eval_error_text_of(eval_mean mean) {
+    eval_error_text out = {"-"};
+    if (isfinite(mean.error)) {
+        snprintf(out.text, sizeof out.text, "%.4f", mean.error);
+    }
+    return out;
+}
+
+json_t *eval_error_json(eval_mean mean) { return isfinite(mean.error) ? json_real(mean.error) : json_null(); }
 
 /* ---- sessions ----------------------------------------------------------------------------------- */
 
@@ -186,9 +196,7 @@ dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error) {
     params.prefill = DT_PREFILL_FULL;
     params.eviction = e->observed;
     params.evict = DT_EVICT_HELD;
-    const dt_status status = dt_session_new(e->model, &params, out, error);
-    dt_report_sessions(false);
-    return status;
+    return dt_session_new(e->model, &params, out, error);
 }
 
 static bool on_prefill(int64_t done, int64_t total, void *user) {
@@ -214,6 +222,12 @@ dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval
         status = dt_session_sync(*out, tokens, n, on_prefill, NULL, NULL, error);
     }
     return status;
+}
+
+void eval_note_evicted(eval *e, const dt_session *session) {
+    dt_session_stats stats;
+    dt_session_get_stats(session, &stats);
+    e->n_evicted += stats.evicted_tokens;
 }
 
 double eval_kept_share(const eval *e, const dt_session *session) {
@@ -339,6 +353,38 @@ static json_t *begin_result(const eval *e, const command *c) {
     return result;
 }
 
+#define MOST_SHOWN 4 /* settings that are told layer by layer */
+
+dt_status eval_tell_settings(const eval *e, dt_error *error) {
+    dt_status status = DT_OK;
+    if (e->n_settings > MOST_SHOWN) {
+        dt_report(DT_LOG_INFO, "TLC: on, %zu settings", e->n_settings);
+        return DT_OK;
+    }
+    for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
+        const eval_setting *setting = &e->settings[i];
+        char more[160] = "";
+        if (setting->name != NULL) {
+            snprintf(more, sizeof more, " (%.140s)", setting->name);
+        } else if (setting->kept > 0) {
+            snprintf(more, sizeof more, ", kept %g", setting->kept);
+        }
+        status = dt_report_eviction(setting->eviction, more, error);
+    }
+    return status;
+}
+
+/* Equal sides prove nothing about eviction, and pass every check. */
+static void tell_evicted(const eval *e) {
+    const char *policy = e->options->policy;
+    json_object_set_new(e->result, "evicted_tokens", json_integer(e->n_evicted));
+    if (e->n_evicted == 0 && (policy == NULL || strcmp(policy, "none") != 0)) {
+        dt_report(DT_LOG_WARN, "nothing was evicted: the budgets hold all of it, so both sides are the full cache; give %s",
+                  e->options->input != NULL ? "longer prompts, or a smaller --max-cache-size"
+                                            : "a longer --context, or a smaller --kept or --max-cache-size");
+    }
+}
+
 static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
     dt_status status = c->run == eval_ab ? eval_ab_read(e, error) : DT_OK;
     if (status == DT_OK) {
@@ -351,6 +397,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         o->n_context = dt_model_get_info(e->model)->n_ctx_train;
     }
     if (status == DT_OK) {
+        dt_report_sessions(false); /* what they tell of themselves is no part of a comparison */
         status = eval_make_settings(e, error);
     }
     if (status == DT_OK && c->run != eval_ab) {
@@ -362,6 +409,9 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         status = e->result != NULL ? c->run(e, error) : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
     }
     dt_report_progress_end();
+    if (status == DT_OK && c->run != eval_calibrate) {
+        tell_evicted(e);
+    }
     if (status == DT_OK && file != NULL) {
         char *text = dt_json_dump(e->result, (c->run == eval_calibrate ? JSON_COMPACT : JSON_INDENT(2)) | JSON_REAL_PRECISION(9));
         status = text != NULL ? dt_stats_file_write_text(file, text, error) : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");

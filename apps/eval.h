@@ -46,6 +46,7 @@ typedef struct eval {
     size_t n_settings;
     dt_eviction *observed; /* what the base session collects attention for: all settings */
     json_t *result;        /* what --json writes */
+    int64_t n_evicted;     /* tokens, in all sessions that may evict */
     bool unopened;         /* the model can't be opened */
     bool measuring;        /* what fails now is no bad usage */
     bool rejected;         /* a threshold was missed */
@@ -64,6 +65,8 @@ dt_status eval_ab(eval *e, dt_error *error);
 
 /* The settings that flags, or the file of --settings, ask for, and what is observed for them. Needs the model. */
 dt_status eval_make_settings(eval *e, dt_error *error);
+/* What they are, layer by layer, to the log: before the first measurement, once nothing is left to be refused. */
+dt_status eval_tell_settings(const eval *e, dt_error *error);
 /* Tokens that a setting of flags gives a layer; kept: as in eval_setting. */
 int64_t eval_size_of(const eval *e, double kept);
 /* Reads and checks the lines of ab's input; needs no model. */
@@ -75,6 +78,8 @@ dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error);
 /* The fork under settings[i], as --evict says; with streaming prefill a session that reads tokens[n] itself. */
 dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval_setting *setting, dt_session **out,
                                dt_error *error);
+/* Counts what a session has evicted: a comparison in which nothing was is told as one. */
+void eval_note_evicted(eval *e, const dt_session *session);
 /* Kept entries, memory slots included, over all layers and lanes, as a share of the tokens so far. */
 double eval_kept_share(const eval *e, const dt_session *session);
 const char *eval_evict_word(dt_evict evict);
@@ -89,10 +94,16 @@ void eval_set_result(eval *e, json_t *rows);
 /* The refusal of a text that has no room for n_pieces of n_tokens each; says what would fit. */
 dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_error *error);
 
-/* Mean and its standard error of n numbers. */
+/* Mean and its standard error of n numbers; of less than two the error is unknown: NaN. */
 typedef struct eval_mean {
     double mean, error;
 } eval_mean;
 eval_mean eval_mean_of(const double *values, size_t n);
+/* The error with four decimals, and as JSON; "-" and null where it is unknown. */
+typedef struct eval_error_text {
+    char text[32];
+} eval_error_text;
+eval_error_text eval_error_text_of(eval_mean mean);
+json_t *eval_error_json(eval_mean mean);
 
 #endif

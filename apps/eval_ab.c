@@ -274,6 +274,7 @@ static dt_status run_side(ab_run *r, size_t index, bool on, output *out, dt_erro
         out->kv_bytes = stats.kv_bytes;
         out->kv_bytes_peak = stats.kv_bytes_peak;
         out->kept = eval_kept_share(r->e, session);
+        eval_note_evicted(r->e, session);
     }
     dt_session_free(session);
     return status;
@@ -330,7 +331,7 @@ static dt_status compare(ab_run *r, size_t index, const output sides[2], dt_erro
     for (int on = 0; on < 2; on++) {
         add_sums(&r->sums[on], p, &sides[on]);
     }
-    printf("| %4zu | %6zu | %-4s | %7.3f | %5.3f | %7.1f | %6.1f | %7.1f | %6.1f |\n", p->line, p->n, same ? "yes" : "no", rouge,
+    printf("| %4zu | %6zu | %-4s | %7.3f | %5.3f | %7.1f | %6.1f | %7.1f | %5.1f |\n", p->line, p->n, same ? "yes" : "no", rouge,
            agreement, per_second((double)sides[0].decoded, sides[0].decode_ms),
            per_second((double)sides[1].decoded, sides[1].decode_ms), (double)sides[0].kv_bytes / 1048576.0,
            (double)sides[1].kv_bytes / 1048576.0);
@@ -394,9 +395,14 @@ static void report(ab_run *r) {
     const double speed_off = per_second(off->decoded, off->decode_ms), speed_on = per_second(on->decoded, on->decode_ms);
     const double speedup = speed_off > 0 ? speed_on / speed_off : 0;
     const double kv_share = off->kv_bytes > 0 ? on->kv_bytes / off->kv_bytes : 0;
-    printf("\n%zu samples, seed %u: the same output %.3f, ROUGE-L %.4f +- %.4f, tokens agree %.4f +- %.4f\n", r->n_prompts,
-           r->sampling.seed, same.mean, rouge.mean, rouge.error, agreement.mean, agreement.error);
-    printf("decoding %.1f t/s off, %.1f on (%.2fx); KV cache %.1f MiB off, %.1f on (%.2f of it)\n", speed_off, speed_on, speedup,
+    char seed[32] = "";
+    if (r->sampling.temp > 0) {
+        snprintf(seed, sizeof seed, " (seed %u)", r->sampling.seed);
+    }
+    printf("\n%zu sample%s%s: the same output %.3f\nROUGE-L %.4f +- %s, tokens agree %.4f +- %s\n", r->n_prompts,
+           r->n_prompts == 1 ? "" : "s", seed, same.mean, rouge.mean, eval_error_text_of(rouge).text, agreement.mean,
+           eval_error_text_of(agreement).text);
+    printf("decoding %.1f t/s off, %.1f on (%.2fx)\nKV cache %.1f MiB off, %.1f on (%.2f of it)\n", speed_off, speed_on, speedup,
            off->kv_bytes / n / 1048576.0, on->kv_bytes / n / 1048576.0, kv_share);
     if (r->n_left_out > 0) {
         printf("%zu prompts were too long and left out\n", r->n_left_out);
@@ -409,13 +415,14 @@ static void report(ab_run *r) {
     check(&v, "kv_share", "--max-kv-share", kv_share, o->max_kv_share, true);
     const bool judged = json_array_size(v.checks) > 0;
     e->rejected = v.failed;
-    json_object_update_new(e->result, json_pack("{sI sI sf sf sf sf sf sf sf so so so so}", "seed", (json_int_t)r->sampling.seed,
-                                                "left_out", (json_int_t)r->n_left_out, "exact_match", same.mean, "rouge_l",
-                                                rouge.mean, "rouge_l_error", rouge.error, "token_agreement", agreement.mean,
-                                                "token_agreement_error", agreement.error, "speedup", speedup, "kv_share", kv_share,
-                                                "off", side_summary(off, n), "on", side_summary(on, n), "verdict",
-                                                judged ? json_pack("{sb sO}", "pass", !v.failed, "checks", v.checks) : json_null(),
-                                                "samples", json_incref(r->samples)));
+    json_object_update_new(e->result,
+                           json_pack("{sI sI sf sf so sf so sf sf so so so so}", "seed", (json_int_t)r->sampling.seed, "left_out",
+                                     (json_int_t)r->n_left_out, "exact_match", same.mean, "rouge_l", rouge.mean, "rouge_l_error",
+                                     eval_error_json(rouge), "token_agreement", agreement.mean, "token_agreement_error",
+                                     eval_error_json(agreement), "speedup", speedup, "kv_share", kv_share, "off",
+                                     side_summary(off, n), "on", side_summary(on, n), "verdict",
+                                     judged ? json_pack("{sb sO}", "pass", !v.failed, "checks", v.checks) : json_null(), "samples",
+                                     json_incref(r->samples)));
     json_decref(v.checks);
 }
 
@@ -449,12 +456,14 @@ dt_status eval_ab(eval *e, dt_error *error) {
     ab_run r = {.e = e};
     dt_status status = begin(&r, error);
     if (status == DT_OK) {
-        puts("| line | prompt | same | ROUGE-L | agree | t/s off | t/s on | MiB off |     on |\n"
-             "| ---: | -----: | ---- | ------: | ----: | ------: | -----: | ------: | -----: |");
+        status = eval_tell_settings(e, error);
+    }
+    if (status == DT_OK) {
+        puts("| line | prompt | same | ROUGE-L | agree | t/s off | t/s on | MiB off |    on |\n"
+             "| ---: | -----: | ---- | ------: | ----: | ------: | -----: | ------: | ----: |");
     }
     for (size_t i = 0; i < r.n_prompts && status == DT_OK; i++) {
         status = measure_sample(&r, i, error);
-        dt_report_sessions(false);
     }
     dt_report_progress_end();
     if (status == DT_OK) {

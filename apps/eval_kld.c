@@ -96,6 +96,9 @@ static dt_status measure_setting(eval *e, const dt_session *base, size_t setting
     if (status == DT_OK) {
         status = feed(evicted, c, compare, error);
     }
+    if (status == DT_OK) {
+        eval_note_evicted(e, evicted);
+    }
     dt_session_free(evicted);
     const double n = (double)c->n;
     *c->sums = (chunk_sums){c->sums->kld / n, c->sums->same / n, c->sums->nll / n, c->sums->nll_full / n, c->sums->kept};
@@ -176,17 +179,17 @@ static void report(eval *e, const chunk_sums *sums, const eval_map *map, double 
         const eval_mean kld = MEAN(kld), same = MEAN(same), nll = MEAN(nll), full = MEAN(nll_full), kept = MEAN(kept);
 #undef MEAN
         eval_print_name(e, e->settings[s].name);
-        printf("| %6.4f | %6.4f | %6.4f | %5.3f | %6.4f | %8.4f |\n", kept.mean, kld.mean, kld.error, same.mean, nll.mean,
-               full.mean);
+        printf("| %6.4f | %6.4f | %6s | %5.3f | %6.4f | %8.4f |\n", kept.mean, kld.mean, eval_error_text_of(kld).text, same.mean,
+               nll.mean, full.mean);
         json_t *chunks = json_array();
         for (size_t i = 0; i < n_chunks; i++) {
             const chunk_sums *c = &sums[i * n + s];
             json_array_append_new(chunks, json_pack("{sf sf sf sf sf}", "kld", c->kld, "top1", c->same, "nll", c->nll, "nll_full",
                                                     c->nll_full, "kept_share", c->kept));
         }
-        json_array_append_new(rows, json_pack("{sf sf sf sf sf sf sf so}", "budget_share", e->settings[s].kept, "kld", kld.mean,
-                                              "kld_error", kld.error, "top1", same.mean, "nll", nll.mean, "nll_full", full.mean,
-                                              "kept_share", kept.mean, "chunks", chunks));
+        json_array_append_new(rows, json_pack("{sf sf so sf sf sf sf so}", "budget_share", e->settings[s].kept, "kld", kld.mean,
+                                              "kld_error", eval_error_json(kld), "top1", same.mean, "nll", nll.mean, "nll_full",
+                                              full.mean, "kept_share", kept.mean, "chunks", chunks));
         if (e->settings[s].name != NULL) {
             json_object_set_new(json_array_get(rows, s), "name", json_string(e->settings[s].name));
             json_object_set_new(json_array_get(rows, s), "evict", json_string(eval_evict_word(e->settings[s].evict)));
@@ -224,6 +227,9 @@ dt_status eval_kld(eval *e, dt_error *error) {
                                          "out of memory for %lld tokens' distributions; give a smaller "
                                          "--continuation",
                                          (long long)o->n_continuation);
+    if (status == DT_OK) {
+        status = eval_tell_settings(e, error);
+    }
     for (size_t i = 0; i < n_chunks && status == DT_OK; i++) {
         status = measure_chunk(e, i, full, sums + i * e->n_settings, map, error);
     }

@@ -50,9 +50,7 @@ static dt_status open_session(const eval *e, const eval_setting *setting, dt_ses
     params.prefill = DT_PREFILL_STREAMING;
     params.eviction = setting->eviction;
     params.n_snapshots = -1;
-    const dt_status status = dt_session_new(e->model, &params, out, error);
-    dt_report_sessions(false);
-    return status;
+    return dt_session_new(e->model, &params, out, error);
 }
 
 /* Before anything is measured: whether the settings let a conversation pass its context. */
@@ -89,7 +87,7 @@ static dt_status read_and_score(const eval *e, dt_session *s, const int32_t *tex
     return status;
 }
 
-static dt_status measure(const eval *e, const eval_setting *setting, piece *pieces, size_t n_pieces, dt_error *error) {
+static dt_status measure(eval *e, const eval_setting *setting, piece *pieces, size_t n_pieces, dt_error *error) {
     const size_t context = (size_t)e->options->n_context;
     int64_t progress[] = {0, (int64_t)(pieces[n_pieces - 1].at + n_pieces * context)};
     dt_session *deep = NULL;
@@ -102,6 +100,9 @@ static dt_status measure(const eval *e, const eval_setting *setting, piece *piec
             status = read_and_score(e, fresh, e->text + pieces[i].at - context, context, progress, &pieces[i].nll_fresh, error);
         }
         dt_session_free(fresh);
+    }
+    if (status == DT_OK) {
+        eval_note_evicted(e, deep);
     }
     dt_session_free(deep);
     return status;
@@ -151,6 +152,9 @@ dt_status eval_long(eval *e, dt_error *error) {
     json_t *rows = json_array();
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
         status = check_passes(e, &e->settings[i], error);
+    }
+    if (status == DT_OK) {
+        status = eval_tell_settings(e, error);
     }
     for (size_t i = 0; i < e->n_settings && status == DT_OK; i++) {
         for (size_t j = 0; j < n_pieces; j++) {

@@ -237,6 +237,9 @@ static dt_status ask_all(needle_run *r, size_t index, const needle *asked, const
         if (status == DT_OK) {
             status = ask(r, fork, prompt.tokens, prompt.n, asked, &right, &a, error);
         }
+        if (status == DT_OK) {
+            eval_note_evicted(e, fork);
+        }
         dt_session_free(fork);
         fork = NULL;
         if (status == DT_OK) {
@@ -267,7 +270,10 @@ static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
     }
     for (size_t i = 0; i < e->n_settings && status == DT_OK && e->options->question == 0; i++) {
         status = eval_evicted_session(e, base, &e->settings[i], &evicted[i], error);
-        r->kept[i] += status == DT_OK ? eval_kept_share(e, evicted[i]) * (double)s.n : 0; /* counted once per question */
+        if (status == DT_OK) {
+            r->kept[i] += eval_kept_share(e, evicted[i]) * (double)s.n; /* counted once per question */
+            eval_note_evicted(e, evicted[i]);
+        }
     }
     for (size_t i = 0; i < s.n && status == DT_OK; i++) {
         status = ask_all(r, index, &s.needles[i], &context, base, evicted, error);
@@ -317,6 +323,9 @@ dt_status eval_needle(eval *e, dt_error *error) {
     dt_status status = find_template(&r, error);
     if (status == DT_OK) {
         status = dt_sampler_new(e->model, &params, &r.sampler, error);
+    }
+    if (status == DT_OK) {
+        status = eval_tell_settings(e, error);
     }
     for (size_t i = 0; i < (size_t)e->options->n_samples && status == DT_OK; i++) {
         status = measure_sample(&r, i, error);

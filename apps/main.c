@@ -353,12 +353,13 @@ static dt_status tell_numbers(const main_options *o, const dt_run *run, dt_stats
         .model = o->shared.model,
         .prompt_tokens = run->prompt_tokens,
         .reused_tokens = run->reused_tokens,
+        .loaded_tokens = run->loaded_tokens,
         .generated_tokens = (int64_t)run->n_generated,
         .load_ms = load_ms,
         .eviction = o->shared.eviction,
         .generated = run->generated,
     };
-    dt_report_timings(&numbers, run->session);
+    dt_report_timings(&numbers, run->model, run->session);
     return stats != NULL ? dt_stats_file_write(stats, &numbers, run->model, run->session, error) : DT_OK;
 }
 

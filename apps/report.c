@@ -88,9 +88,19 @@ static void print_line(dt_log_level level, const char *line) {
     }
 }
 
+/* Whether it says what the last one said: programs that make many sessions would hear the same of each. */
+static bool is_told(const char *warning) {
+    static char last[512];
+    pthread_mutex_lock(&lock);
+    const bool told = strncmp(last, warning, sizeof last - 1) == 0;
+    snprintf(last, sizeof last, "%s", warning);
+    pthread_mutex_unlock(&lock);
+    return told;
+}
+
 static void receive_log(dt_log_level level, const char *line, void *user) {
     (void)user;
-    if (level != DT_LOG_INFO || report.level != DT_LOG_INFO || !report.sessions_quiet) {
+    if (level == DT_LOG_WARN ? !is_told(line) : level != DT_LOG_INFO || report.level != DT_LOG_INFO || !report.sessions_quiet) {
         print_line(level, line);
     }
 }
@@ -258,7 +268,18 @@ static void report_let_go(const dt_session *session, int32_t n_tokens) {
     }
 }
 
-void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session) {
+/* Whether a layer lacks tokens, also those that an earlier run let go; what lies behind a layer's own window is no loss. */
+static bool lacks_tokens(const dt_model *model, const dt_session *session) {
+    const int32_t *windows = dt_model_get_info(model)->windows;
+    dt_layer_stats layer;
+    bool lacks = false;
+    for (int32_t i = 0; dt_session_get_layer_stats(session, i, &layer) == DT_OK; i++) {
+        lacks = lacks || (windows[i] == 0 && tokens_let_go(session, &layer) > 0);
+    }
+    return lacks;
+}
+
+void dt_report_timings(const dt_run_numbers *numbers, const dt_model *model, const dt_session *session) {
     dt_session_stats s;
     dt_session_get_stats(session, &s);
     dt_report(DT_LOG_INFO, "load     %10.1f ms", numbers->load_ms);
@@ -278,10 +299,15 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session)
         dt_report(DT_LOG_INFO, "eviction %10.1f ms  %7lld layer rounds  %lld tokens evicted", s.eviction_ms,
                   (long long)s.eviction_rounds, (long long)s.evicted_tokens);
         if (s.eviction_rounds == 0) {
-            dt_report(DT_LOG_INFO, "TLC: budget not reached: nothing was evicted");
-        } else {
-            report_let_go(session, s.n_tokens);
+            dt_report(DT_LOG_INFO, "TLC: budget not reached: nothing was evicted%s",
+                      numbers->loaded_tokens > 0 ? " in this run" : "");
         }
+    }
+    if (s.eviction_rounds > 0) {
+        report_let_go(session, s.n_tokens);
+    } else if (lacks_tokens(model, session)) {
+        dt_report(DT_LOG_INFO, "TLC: the saved conversation had let go tokens before:");
+        report_let_go(session, s.n_tokens);
     }
     dt_report(DT_LOG_INFO, "KV cache %14s now  %s peak  %s with all %d tokens", dt_size_text_of(s.kv_bytes).text,
               dt_size_text_of(s.kv_bytes_peak).text, dt_size_text_of(s.kv_bytes_full).text, (int)s.n_tokens);

@@ -46,12 +46,13 @@ void dt_report_abandon_bar(void);
 typedef struct dt_run_numbers {
     const char *model; /* as given */
     int64_t prompt_tokens, reused_tokens, generated_tokens;
+    int64_t loaded_tokens; /* of a saved session */
     double load_ms;
     bool eviction;
     const int32_t *generated; /* [generated_tokens] */
 } dt_run_numbers;
 
-void dt_report_timings(const dt_run_numbers *numbers, const dt_session *session);
+void dt_report_timings(const dt_run_numbers *numbers, const dt_model *model, const dt_session *session);
 
 typedef struct dt_stats_file dt_stats_file;
 /* Makes sure that `path` can be written, without touching it yet, and that it is neither one of the n_inputs files that the run

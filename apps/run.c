@@ -95,7 +95,7 @@ static int64_t longest_that_fits(const dt_session *session, int64_t n, uint64_t 
 }
 
 dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *params, const dt_eviction *eviction,
-                                dt_error *error) {
+                                int32_t *out_n_ctx, dt_error *error) {
     dt_session_params plain = *params;
     dt_group_params group_params = {.n_threads = params->n_threads, .kernel = params->kernel};
     dt_session *probe = NULL;
@@ -107,7 +107,8 @@ dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *
         dt_session_stats fresh; /* what it takes before its first token is counted beside what it may come to */
         dt_session_get_stats(probe, &fresh);
         const uint64_t room = params->kv_memory > fresh.kv_bytes ? params->kv_memory - fresh.kv_bytes : 0;
-        const int64_t context = params->n_ctx > 0 ? params->n_ctx : dt_model_get_info(model)->n_ctx_train;
+        const int32_t asked = params->n_ctx > 0 ? params->n_ctx : dt_model_get_info(model)->n_ctx_train;
+        const int64_t context = fresh.n_ctx < asked ? fresh.n_ctx : asked; /* one that evicts may go on for ever */
         const int64_t least = LEAST_CONVERSATION < context ? LEAST_CONVERSATION : context;
         const int64_t longest = longest_that_fits(probe, context, room);
         if (longest < least) {
@@ -120,6 +121,13 @@ dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *
         } else if (longest < context) {
             dt_report(DT_LOG_WARN, "KV memory: %s holds a conversation of %lld tokens, not the context's %lld",
                       dt_size_text_of(params->kv_memory).text, (long long)longest, (long long)context);
+        } else {
+            dt_report(DT_LOG_INFO, "KV memory: at most %s for all conversations together; one of %lld tokens: at most %s",
+                      dt_size_text_of(params->kv_memory).text, (long long)context,
+                      dt_size_text_of(dt_session_kv_bound(probe, context) + fresh.kv_bytes).text);
+        }
+        if (out_n_ctx != NULL) {
+            *out_n_ctx = (int32_t)context;
         }
     }
     dt_session_free(probe);

@@ -26,10 +26,11 @@ int dt_run_passed(int signal_number);
 /* What caches may take where nobody says: half of the machine's memory, in bytes. */
 uint64_t dt_half_of_memory(void);
 
-/* For programs whose conversations share params->kv_memory bytes: refuses a size that holds none worth beginning (DT_ERR_LIMIT with
- * one that does), and tells how long one can get where that is less than the context. */
+/* For programs whose conversations share params->kv_memory bytes, before the first: tells that ceiling and what one can come to, and
+ * refuses a size that holds none worth beginning (DT_ERR_LIMIT with one that does). *out_n_ctx (may be NULL): how far a conversation
+ * sees back. */
 dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *params, const dt_eviction *eviction,
-                                dt_error *error);
+                                int32_t *out_n_ctx, dt_error *error);
 
 typedef struct dt_output {
     char held[4]; /* beginning of a character */

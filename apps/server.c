@@ -99,24 +99,6 @@ static char *name_of(const server_options *o) {
     return name;
 }
 
-/* Longest conversation under the server's settings, and that a session can be had at all. */
-static dt_status probe_context(const dt_model *model, const dt_session_params *session, const dt_eviction *eviction, int32_t *out,
-                               dt_error *error) {
-    dt_session_params params = *session;
-    dt_session *probe = NULL;
-    params.eviction = eviction;
-    params.kv_memory = 0;
-    dt_status status = dt_session_new(model, &params, &probe, error);
-    if (status == DT_OK) {
-        dt_session_stats stats;
-        dt_session_get_stats(probe, &stats);
-        const int32_t asked = params.n_ctx > 0 ? params.n_ctx : dt_model_get_info(model)->n_ctx_train;
-        *out = stats.n_ctx < asked ? stats.n_ctx : asked; /* one that evicts may go on for ever; this is how far it sees */
-    }
-    dt_session_free(probe);
-    return status;
-}
-
 /* Serves until a signal comes. */
 static int serve(const server_options *o, const dt_api *api, const char *key, dt_scheduler *scheduler) {
     dt_error error = {0};
@@ -172,10 +154,7 @@ static int with_model(const server_options *o, const dt_model *model, const char
     params.session.kv_memory = o->shared.kv_memory > 0 ? params.session.kv_memory : dt_half_of_memory();
     dt_status status = dt_shared_options_eviction(&o->shared, model, &eviction, &error);
     if (status == DT_OK) {
-        status = probe_context(model, &params.session, eviction, &api.n_ctx, &error);
-    }
-    if (status == DT_OK) {
-        status = dt_check_cache_memory(model, &params.session, eviction, &error);
+        status = dt_check_cache_memory(model, &params.session, eviction, &api.n_ctx, &error);
     }
     if (status == DT_OK) {
         status = dt_scheduler_new(&params, &scheduler, &error);

@@ -66,8 +66,12 @@ def test_a_name_that_is_not_utf8(model, tmp_path):
 
 
 def test_table_fits_a_terminal(model):
-    result = bench("-m", model, "-d", "0,64", "-n", "4", "-p", "16", "-r", "1", "--cache-eviction", "--max-cache-size", str(BUDGET))
+    result = bench("-m", model, "-d", "0,64", "-n", "4", "-p", "16", "-r", "1", "--cache-eviction", "--max-cache-size", str(BUDGET),
+                   "-c", "600")
     assert result.returncode == 0, result.stderr
+    assert f"max {BUDGET} " in result.stderr  # the settings, layer by layer
+    assert result.stderr.count("longer than the 512 the model was trained with") == 1, result.stderr  # of four sessions
+    assert max(map(len, result.stdout.splitlines())) <= 80
     rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 12 and len({len(row) for row in rows}) <= 2  # a header, its ruler, 10 measurements, in columns
     assert all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout

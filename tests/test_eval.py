@@ -60,6 +60,20 @@ def test_nothing_lost_is_no_divergence(tiny, tmp_path, evict):
     assert abs(full["nll"] - full["nll_full"]) <= 1e-3 and len(full["chunks"]) == 2
 
 
+@pytest.mark.parametrize("command", [("kld", "--chunks", "1", "--continuation", "8"), ("needle", "--samples", "1"),
+                                     ("long", "--times", "3", "--chunks", "1", "--continuation", "32")], ids=lambda c: c[0])
+def test_nothing_evicted_is_told(tiny, tmp_path, command):
+    """Equal sides prove nothing then; of one piece no error is known."""
+    for size, told in (("100", False), *([("600", True)] if command[0] != "long" else [])):  # long refuses what can't evict
+        out = tmp_path / "out.json"
+        result = run(*command, "-m", tiny, "-f", TEXT, "--context", "256", "--policy", "local_window", "--max-cache-size", size,
+                     "--json", str(out))
+        numbers = json.loads(out.read_text())
+        assert ("warning: nothing was evicted" in result.stderr) == told == (numbers["evicted_tokens"] == 0), result.stderr
+        assert re.search(f"TLC: layers 0-1 .*max {size}", result.stderr) and "KV memory" not in result.stderr
+        assert command[0] != "kld" or (numbers["kld_error"] is None and re.search(r"\|      - \|", result.stdout)), result.stdout
+
+
 def test_a_name_that_is_not_utf8(tiny, tmp_path):
     path = os.fsencode(tmp_path) + b"/t\xe9.gguf"
     os.symlink(tiny, path)

@@ -69,6 +69,19 @@ def rouge_l(a, b):
     return 2 * precision * recall / (precision + recall) if common else 0.0
 
 
+def test_nothing_evicted_is_told(tiny, prompts, tmp_path):
+    """Equal outputs are no proof then. Of one sample no error is known."""
+    for size, told in (("500", True), ("20", False)):
+        out = tmp_path / "ab.json"
+        result = run("-m", tiny, "-i", prompts, "--json", str(out), "-n", "24", "--samples", "1", "--policy", "local_window",
+                     "--max-cache-size", size)
+        numbers = json.loads(out.read_text())
+        assert ("warning: nothing was evicted" in result.stderr) == told == (numbers["evicted_tokens"] == 0), result.stderr
+        assert "TLC: layers 0-1" in result.stderr and "KV memory" not in result.stderr
+        assert numbers["rouge_l_error"] is numbers["token_agreement_error"] is None and "+- -," in result.stdout
+        assert all(len(line) <= 80 for line in result.stdout.splitlines() if "." not in line or "|" not in line)
+
+
 def test_nothing_evicted_passes(tiny, prompts, tmp_path):
     numbers, table = measure(tiny, prompts, tmp_path, "--temp", "0", "--policy", "local_window", "--max-cache-size", "500",
                              "--min-exact", "1", "--min-rouge", "1", "--min-agreement", "1", "--max-kv-share", "1.1")

@@ -174,6 +174,29 @@ def test_many_settings_and_nothing_lost(tmp_path):
         assert python("report.py", "-o", path, write(tmp_path / "x.json", result)).stderr == f"{path} is written\n"
 
 
+def test_nothing_evicted_and_no_error(tmp_path):
+    """What held all of the text is named, and an error that nobody knows is none."""
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "r.md"
+    for result, number in (({**KLD, "kld_error": None}, "0.1000 |"), ({**AB, "rouge_l_error": None}, "1.000 |")):
+        for n_evicted in (0, 7):
+            python("report.py", "-o", page, write(tmp_path / "x.json", {**result, "evicted_tokens": n_evicted}))
+            assert ("Nothing was evicted in: " in page.read_text()) == (n_evicted == 0) and number in page.read_text()
+
+
+def test_no_line_is_left_out(tmp_path):
+    """Nine settings that each tell their attention: two pictures."""
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "r.md"
+    shown = {"kept": [[1.0, 0.5]], "lanes": [[0.5]], "mass_kept": [0.9]}
+    rows = [{**KLD, "name": f"setting {i}", "kept_share": (i + 1) / 10, "map": shown} for i in range(9)]
+
+    def pictures(rows):
+        python("report.py", "-o", page, write(tmp_path / "x.json", {**KLD, "settings": rows}))
+        return page.read_text().count("Attention to what is kept, by layer")
+    assert pictures(rows) == 2 * pictures(rows[:8]) > 0
+
+
 @pytest.mark.parametrize("value, what", [
     ("", "can't be read"), ('{"command": "kld"', "can't be read"), ({}, "is no result"), ([], "is no result"),
     ({**KLD, "model": None}, ": model is"), ({**KLD, "kld": None}, ": kld is"), ({**KLD, "kld": float("nan")}, ": kld is"),

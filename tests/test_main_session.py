@@ -79,6 +79,21 @@ def test_goes_on_without_its_text(tmp_path, flags):
 
 
 @needs_model
+def test_what_was_lost_before_is_told(tmp_path):
+    """Also by a run that evicts nothing itself."""
+    session, tight = ("--session", str(tmp_path / "s.bin")), ("--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16")
+    first = run_model("-p", TEXT * 3, "-n", "4", "--temp", "0", *session, *tight).stderr
+    lost = re.search(rb"TLC: layers? .* let go \d+ of|TLC: \d+ layers let go", first)
+    assert lost and b"saved conversation" not in first
+    for flags in ((), ("--cache-eviction", "--max-cache-size", "2048")):
+        log = run_model("-n", "2", "--temp", "0", *session, *flags).stderr
+        assert re.search(rb"saved conversation had let go tokens before:\nTLC: (layers? |\d+ layers)", log), log
+        assert (b"nothing was evicted in this run" in log) == (flags != ())
+    roomy = run_model("-p", TEXT, "-n", "2", "--session", str(tmp_path / "t.bin")).stderr
+    assert b"let go" not in roomy and b"let go" not in run_model("-n", "2", "--session", str(tmp_path / "t.bin")).stderr
+
+
+@needs_model
 def test_nothing_to_go_on_from(tmp_path):
     assert_fails(run_model("-n", "2", "--session", str(tmp_path / "none.bin")), 2, "isn't there yet")
     assert_fails(run_model("-n", "2", "--append", "-p", "x"), 2, "--session FILE")

@@ -826,3 +826,7 @@ def test_memory_that_holds_nothing(model, tmp_path):
     with serving(model, tmp_path, *FLAGS, "--kv-memory", least) as s:
         longest = int(re.search(rb"holds a conversation of (\d+) tokens, not", open(s.log_path, "rb").read()).group(1))
         assert s.complete(prompt=[5] * (longest - 4), max_tokens=4)["usage"]["completion_tokens"] == 4
+    with serving(model, tmp_path, *FLAGS) as s:
+        log = open(s.log_path, "rb").read()
+        assert re.search(rb"KV memory: at most [0-9.]+ MiB for all conversations together; one of \d+ tokens: at most ", log), log
+        assert log.count(b"KV memory:") == 1, log

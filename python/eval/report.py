@@ -36,12 +36,19 @@ def percent(share):
 
 def spread(value, error, n, form):
     """With its standard error, where more than one sample gives one."""
-    return f"{value:{form}}" + (f" ± {error:{form.lstrip('+')}}" if n > 1 else "")
+    return f"{value:{form}}" + (f" ± {error:{form.lstrip('+')}}" if n > 1 and error is not None else "")
+
+
+def note_unevicted(results):
+    """What would else look like quality kept."""
+    names = sorted({row["series"] for r in results if r.get("evicted_tokens") == 0 for row in r["settings"]})
+    if names:
+        yield "text", f"Nothing was evicted in: {', '.join(names)}. The budgets held all of it, so both sides are the full cache."
 
 
 def kld_blocks(results, plots):
     name_series(results)
-    rows = [[row["series"], percent(row["kept_share"]), spread(row["kld"], row["kld_error"], len(row["chunks"]), ".4f"),
+    rows = [[row["series"], percent(row["kept_share"]), spread(row["kld"], row.get("kld_error"), len(row["chunks"]), ".4f"),
              f"{row['top1']:.3f}", f"{row['nll'] - row['nll_full']:+.4f}", str(len(row["chunks"]))]
             for r in results for row in r["settings"]]
     yield "heading", "Distance from the full cache"
@@ -49,6 +56,7 @@ def kld_blocks(results, plots):
                    "divergence in nats: 0 means nothing was lost. Top-1: how often both find the same token likeliest. ± is the "
                    "standard error of the mean over pieces.")
     yield "table", ["eviction", "kept", "KL divergence", "top-1", "NLL added", "pieces"], rows
+    yield from note_unevicted(results)
     yield "figures", [(plots.against_kept(series_of(results, "kld", "kld_error"), "KL divergence, nats", log=True),
                        "Quality lost, by what is kept"),
                       (plots.against_kept(series_of(results, "top1"), "same likeliest token", share=True),
@@ -68,9 +76,9 @@ def attention_blocks(results, plots):
     figures = []
     if mass:
         figures.append((plots.layer_map(mass[0], mass[1]["context"], "attention", log=True), "Where attention goes, by layer"))
-    if kept:
-        chosen = dict(list(kept.items())[:8])
-        figures.append((plots.by_layer(chosen, "attention kept"), "Attention to what is kept, by layer"))
+    lines = list(kept.items())
+    figures += [(plots.by_layer(dict(lines[i:i + 8]), "attention kept"), "Attention to what is kept, by layer")
+                for i in range(0, len(lines), 8)]  # more in one picture nobody can tell apart
     if figures:
         yield "heading", "Attention by layer"
         yield "text", ("Of the latest queries of the context, in the full cache: each layer's attention by the position it goes "
@@ -107,6 +115,7 @@ def needle_blocks(results, plots):
     yield "text", ("Numbers hidden at random depths and asked for, before eviction (aware) or after it: the share of answers with "
                    "every digit right.")
     yield "table", ["eviction", "question", "kept", "found", "full cache", "asked"], rows
+    yield from note_unevicted(results)
     yield "figures", [(plots.against_kept(series_of(results, "accuracy"), "found", share=True, reference=full),
                        "Facts found, by what is kept")]
 
@@ -116,9 +125,10 @@ def ab_blocks(results, plots):
     yield "heading", "The same prompts, eviction off and on"
     yield "table", ["eviction", "samples", "same output", "ROUGE-L", "tokens agree", "decode speed", "KV of full", "verdict"], [
         [r["series"], str(len(r["samples"])), f"{r['exact_match']:.3f}",
-         spread(r["rouge_l"], r["rouge_l_error"], len(r["samples"]), ".3f"), f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x",
+         spread(r["rouge_l"], r.get("rouge_l_error"), len(r["samples"]), ".3f"), f"{r['token_agreement']:.3f}", f"{r['speedup']:.2f}x",
          percent(r["kv_share"]),
          "-" if not r.get("verdict") else "pass" if r["verdict"]["pass"] else "fail"] for r in results]
+    yield from note_unevicted(results)
     checks = [[r["series"], c["name"], f"{c['value']:.4f}", f"{c['threshold']:.4f}", "pass" if c["pass"] else "fail"]
               for r in results if r.get("verdict") for c in r["verdict"]["checks"]]
     if checks:

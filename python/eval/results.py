@@ -14,10 +14,10 @@ SIDE = {"text": str}
 MAP = {"kept": [[float]], "lanes": [[float]], "mass_kept": [float, None]}
 SETTING = {"name?": str, "evict?": str, "kept_share": float}
 SHAPES = {  # of a row of "settings", or of the result itself where it has none
-    "kld": {**SETTING, "kld": float, "kld_error": float, "top1": float, "nll": float, "nll_full": float, "chunks": list,
+    "kld": {**SETTING, "kld": float, "kld_error?": float, "top1": float, "nll": float, "nll_full": float, "chunks": list,
             "map?": MAP},
     "needle": {**SETTING, "accuracy": float, "accuracy_full": float, "samples": list},
-    "ab": {"exact_match": float, "rouge_l": float, "rouge_l_error": float, "token_agreement": float, "speedup": float,
+    "ab": {"exact_match": float, "rouge_l": float, "rouge_l_error?": float, "token_agreement": float, "speedup": float,
            "kv_share": float, "verdict?": {"pass": bool, "checks": [CHECK]},
            "samples": [{"line": float, "exact_match": bool, "rouge_l": float, "token_agreement": float, "off": SIDE, "on": SIDE}]},
     "tasks": {"tasks": [{"name": str, "metric": str, "n": float, "score_off": float, "score_off_error": float, "score_on": float,
@@ -96,5 +96,5 @@ def series_of(results, value, error=None):
     series = {}
     for result in results:
         for row in result["settings"]:
-            series.setdefault(row["series"], []).append((row["kept_share"], row[value], row.get(error, 0.0)))
+            series.setdefault(row["series"], []).append((row["kept_share"], row[value], row.get(error) or 0.0))
     return series
