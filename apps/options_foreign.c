@@ -6,6 +6,10 @@
 #include <stddef.h>
 #include <string.h>
 
+#define N_OF(array) (sizeof(array) / sizeof(array)[0])
+#define IN_THE_FILE "what the model's file says counts; gguf-set-metadata of Python's package gguf changes it there"
+#define BY_TYPE "TYPE alone decides how each tensor is quantized"
+
 static const dt_foreign_flag flags[] = {
     /* accepted */
     {"-fa, --flash-attn", DT_FOREIGN_SWITCH, true, "attention is always computed in one pass here"},
@@ -60,8 +64,12 @@ static const dt_foreign_flag flags[] = {
      "nothing is fetched here; give a file with -m, or make one with convert.py"},
     {"--lora, --lora-scaled, --control-vector", DT_FOREIGN_VALUE, false, "merge adapters into the model before converting it"},
     {"--mmproj", DT_FOREIGN_VALUE, false, "images are not supported"},
-    {"--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale, --yarn-ext-factor, --yarn-orig-ctx, --override-kv",
-     DT_FOREIGN_VALUE, false, "positions are scaled as the model's file says"},
+    {"--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale, --yarn-ext-factor, --yarn-orig-ctx", DT_FOREIGN_VALUE,
+     false, "positions are scaled as the model's file says"},
+    {"--override-kv", DT_FOREIGN_VALUE, false, IN_THE_FILE},
+    {"--check-tensors", DT_FOREIGN_NONE, false,
+     "how a file is laid out is always checked, its numbers never; compare it with its checksum"},
+    {"-nr, --no-repack", DT_FOREIGN_NONE, false, "weights are always packed anew where that makes them faster"},
     /* machine */
     {"-sm, --split-mode, -mg, --main-gpu", DT_FOREIGN_VALUE, false,
      "--device NAME,NAME shares the layers among devices, --tensor-split says how"},
@@ -86,6 +94,20 @@ static const dt_foreign_flag flags[] = {
      "put a proxy such as nginx before the server for that"},
 };
 
+static const dt_foreign_flag quantize_flags[] = {
+    {"--allow-requantize", DT_FOREIGN_NONE, false,
+     "what is quantized already stays as it is, since a second time loses more; give the model in F16, BF16 or F32"},
+    {"--leave-output-tensor, --pure", DT_FOREIGN_NONE, false, BY_TYPE},
+    {"--output-tensor-type, --token-embedding-type, --tensor-type, --tensor-type-file", DT_FOREIGN_VALUE, false, BY_TYPE},
+    {"--imatrix, --include-weights, --exclude-weights", DT_FOREIGN_VALUE, false,
+     "importance matrices are not read here; llama-quantize reads them, and the files that it writes run here"},
+    {"--keep-split", DT_FOREIGN_NONE, false, "the output is always one file"},
+    {"--prune-layers", DT_FOREIGN_VALUE, false, "all layers stay"},
+    {"--override-kv", DT_FOREIGN_VALUE, false, IN_THE_FILE},
+    {"--dry-run", DT_FOREIGN_NONE, false, "the size is told when the work is done"},
+    {"--max-buffer-size", DT_FOREIGN_VALUE, false, "buffers never hold more than 512 MiB"},
+};
+
 static bool lists(const char *names, const char *name) {
     const size_t n = strlen(name);
     for (const char *at = names; (at = strstr(at, name)) != NULL; at += n) {
@@ -96,18 +118,21 @@ static bool lists(const char *names, const char *name) {
     return false;
 }
 
-const dt_foreign_flag *dt_find_foreign_flag(const char *name) {
-    for (size_t i = 0; name[0] == '-' && name[1] != 0 && i < sizeof flags / sizeof flags[0]; i++) {
-        if (lists(flags[i].names, name)) {
-            return &flags[i];
+static const dt_foreign_flag *find(const dt_foreign_flag *rows, size_t n, const char *name) {
+    for (size_t i = 0; name[0] == '-' && name[1] != 0 && i < n; i++) {
+        if (lists(rows[i].names, name)) {
+            return &rows[i];
         }
     }
     return NULL;
 }
 
+const dt_foreign_flag *dt_find_foreign_flag(const char *name) { return find(flags, N_OF(flags), name); }
+const dt_foreign_flag *dt_find_quantize_flag(const char *name) { return find(quantize_flags, N_OF(quantize_flags), name); }
+
 bool dt_is_switch_word(const char *word) {
     static const char *const words[] = {"on", "off", "auto", "0", "1"};
-    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+    for (size_t i = 0; i < N_OF(words); i++) {
         if (strcmp(words[i], word) == 0) {
             return true;
         }

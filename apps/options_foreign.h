@@ -25,6 +25,8 @@ typedef struct dt_foreign_flag {
 
 /* name: as written, with its dashes. NULL: nobody knows it. */
 const dt_foreign_flag *dt_find_foreign_flag(const char *name);
+/* The same of llama-quantize's, which are all refused. */
+const dt_foreign_flag *dt_find_quantize_flag(const char *name);
 /* Whether `word` can be the value of a DT_FOREIGN_SWITCH. */
 bool dt_is_switch_word(const char *word);
 

@@ -4,6 +4,8 @@
  * Exit code 0: done; 1: it failed; 2: bad usage. A run that is stopped removes what it wrote. stdout stays empty but for --list.
  */
 #define _POSIX_C_SOURCE 200809L
+#include "options.h"
+#include "options_foreign.h"
 #include "report.h"
 
 #include <signal.h>
@@ -70,6 +72,15 @@ static int bad_usage(const char *what, const char *word) {
     return 2;
 }
 
+static int bad_flag(const char *name) {
+    const dt_foreign_flag *foreign = dt_find_quantize_flag(name);
+    if (foreign == NULL) {
+        return bad_usage("there is no flag ", name);
+    }
+    fprintf(stderr, "error: there is no flag %s: %s\n", name, foreign->sentence);
+    return 2;
+}
+
 /* Fills params; returns an exit code, or -1 to go on. */
 static int parse(int argc, char **argv, dt_quantize_params *params) {
     const char *words[3] = {0};
@@ -98,7 +109,7 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
             }
             params->n_threads = (int32_t)n;
         } else if (word[0] == '-') {
-            return bad_usage("there is no flag ", word);
+            return bad_flag(word);
         } else if (n_words == 3) {
             return bad_usage("one word too many: ", word);
         } else {

@@ -98,6 +98,14 @@ def test_bad_usage(wide, tmp_path, args):
     assert wide[1].exists() and not list(tmp_path.iterdir())
 
 
+def test_flags_of_llama_quantize(wide, tmp_path):
+    for flag, word in (("--allow-requantize", "F16, BF16 or F32"), ("--leave-output-tensor", "TYPE"), ("--pure", "TYPE"),
+                       ("--imatrix", "llama-quantize"), ("--output-tensor-type", "TYPE"), ("--token-embedding-type", "TYPE"),
+                       ("--keep-split", "one file")):
+        result = quantize(flag, wide[1], tmp_path / "out.gguf", "Q4_0")
+        assert result.returncode == 2 and f"there is no flag {flag}: " in result.stderr and word in result.stderr, result.stderr
+
+
 def test_files_that_are_no_model(wide, tmp_path):
     out = tmp_path / "out.gguf"
     whole = wide[1].read_bytes()
