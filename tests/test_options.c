@@ -113,6 +113,13 @@ static void test_refusals(void **state) {
         {"--kernel", "AVX2", "one of auto|reference|reference_int16|avx2|avx512|avx512_vnni|amx_bf16|neon"},
         {"-m", NULL, "-m needs a value"},
         {"--cache-eviction=1", NULL, "takes no value"},
+        {"--eviction-preset", "fast", "--eviction-preset must be one of chat|docqa|code|summary, not 'fast'"},
+        {"-np", "1", "there is no flag -np: --parallel N of ./deeptutor-server"},
+        {"-gan", "2", "docs/memory.md"},
+        {"--grp-attn-w", "512", "docs/memory.md"},
+        {"--override-kv", "a=int:1", "gguf-set-metadata"},
+        {"--check-tensors", NULL, "checksum"},
+        {"--no-repack", NULL, "packed anew"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         dt_shared_options o;
@@ -124,6 +131,11 @@ static void test_refusals(void **state) {
         assert_non_null(strstr(message, cases[i].fragment));
         assert_null(strchr(message, '\n'));
     }
+    /* a value belongs to its flag here too */
+    dt_shared_options known;
+    char none[512];
+    assert_true(parse(&known, none, "-dt", "0.1", "-kvu", "--swa-full", "--offline", "--penalize-nl", "-t", "2", NULL));
+    assert_true(known.n_notes == 5 && known.n_threads == 2);
     char long_name[5000];
     memset(long_name, '-', sizeof long_name - 1);
     long_name[sizeof long_name - 1] = 0;
