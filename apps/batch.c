@@ -576,16 +576,12 @@ static bool check(const batch_options *o, char *message, size_t capacity) {
 }
 
 int main(int argc, char **argv) {
-    static const char program[] = "deeptutor-batch", arguments[] = "-m FILE -i JOBS -o RESULTS [flags]";
     char message[512];
     int exit_code;
     batch_options o = {.n_parallel = 8, .max_tokens = 1024, .chat = true};
     dt_shared_options_init(&o.shared);
     dt_run_signals();
-    if (argc < 2) {
-        fprintf(stderr, "usage: %s %s\n", program, arguments);
-    }
-    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, program, arguments, &exit_code)) {
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, "-m FILE -i JOBS -o RESULTS [flags]", &exit_code)) {
         return exit_code;
     }
     if (!check(&o, message, sizeof message)) {

@@ -588,7 +588,7 @@ int main(int argc, char **argv) {
     dt_shared_options_init(&o.shared);
     b.options = &o;
     int exit_code;
-    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, argv[0], "-m FILE [-d 0,4096,8192] [flags]", &exit_code)) {
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, "-m FILE [-d 0,4096,8192] [flags]", &exit_code)) {
         return exit_code;
     }
     if (!dt_shared_options_check(&o.shared, message, sizeof message) || !parse_depths(o.depths, &b, message, sizeof message) ||

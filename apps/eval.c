@@ -485,7 +485,7 @@ static int without_command(int argc, char **argv) {
         printf("DeepTutor %s\n", DT_VERSION);
         return 0;
     }
-    print_usage(help ? stdout : stderr, argv[0]);
+    print_usage(help ? stdout : stderr, dt_program_name(argc, argv));
     if (!help && argc > 1) {
         fprintf(stderr, "error: there is no command '%.60s'; a command comes first, flags after it\n", word);
     }
@@ -548,7 +548,7 @@ int main(int argc, char **argv) {
     eval_options o = default_options(c);
     bool good = dt_options_parse(groups, n_groups, argc - 1, argv + 1, &o, message, sizeof message);
     if (o.shared.help) {
-        print_usage(stdout, argv[0]);
+        print_usage(stdout, dt_program_name(argc, argv));
         dt_options_help(stdout, groups, n_groups);
         return 0;
     }

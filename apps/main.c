@@ -527,20 +527,12 @@ static int run_all(void *user) {
 }
 
 int main(int argc, char **argv) {
-    static const char arguments[] = "-m FILE (-p TEXT | -f FILE | -cnv) [flags]";
     char message[512];
     int exit_code;
     main_options o = {.n_predict = -1, .escape = true};
     dt_shared_options_init(&o.shared);
     dt_run_signals();
-    const char *slash = argc > 0 ? strrchr(argv[0], '/') : NULL;
-    const char *program = slash != NULL ? slash + 1 : argc > 0 ? argv[0] : "main";
-    if (argc < 2) {
-        fprintf(stderr, "usage: %s %s\nerror: name a model, and a text to go on from; --help lists all flags\n", program,
-                arguments);
-        return 2;
-    }
-    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, program, arguments, &exit_code)) {
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, "-m FILE (-p TEXT | -f FILE | -cnv) [flags]", &exit_code)) {
         return exit_code;
     }
     if (!check(&o, message, sizeof message)) {

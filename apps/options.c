@@ -479,14 +479,25 @@ bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t c
     return true;
 }
 
+const char *dt_program_name(int argc, char *const *argv) {
+    const char *name = argc > 0 ? argv[0] : "deeptutor", *slash = strrchr(name, '/');
+    return slash != NULL ? slash + 1 : name;
+}
+
 bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options,
-                      const char *program, const char *arguments, int *out_exit) {
+                      const char *arguments, int *out_exit) {
     char message[512];
     const dt_shared_options *shared = options;
+    if (argc < 2 && arguments[0] != '[') {
+        fprintf(stderr, "usage: %s %s\nerror: nothing was asked for; --help lists all flags\n", dt_program_name(argc, argv),
+                arguments);
+        *out_exit = 2;
+        return false;
+    }
     const bool parsed = dt_options_parse(groups, n_groups, argc, argv, options, message, sizeof message);
     *out_exit = 0;
     if (shared->help) {
-        printf("usage: %s %s\n", program, arguments);
+        printf("usage: %s %s\n", dt_program_name(argc, argv), arguments);
         dt_options_help(stdout, groups, n_groups);
     } else if (shared->version) {
         printf("DeepTutor %s\n", DT_VERSION);

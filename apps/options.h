@@ -91,10 +91,13 @@ bool dt_shared_options_check(const dt_shared_options *options, char *message, si
 void dt_options_tell_notes(const dt_shared_options *options);
 /* --device list was given. */
 bool dt_wants_devices(const dt_shared_options *options);
-/* What programs do first with their command line: --help, --version, --device list, flags that are none. True to go on; else the
- * program ends with *out_exit. options begins with dt_shared_options, initialized; the usage is "PROGRAM ARGUMENTS". */
+/* A program's name in its usage line: how it was called, without the folder. */
+const char *dt_program_name(int argc, char *const *argv);
+/* What programs do first with their command line: --help, --version, --device list, flags that are none, and no flag at all where
+ * `arguments` begins with one that is needed. True to go on; else the program ends with *out_exit. options begins with
+ * dt_shared_options, initialized; the usage is "PROGRAM ARGUMENTS". */
 bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int argc, char **argv, void *options,
-                      const char *program, const char *arguments, int *out_exit);
+                      const char *arguments, int *out_exit);
 /* For dt_model_open: devices, layers, mapping. */
 void dt_shared_options_model(const dt_shared_options *options, dt_model_params *out);
 /* What the flags mean to the library. grammar: the text of --grammar-file, or NULL. *out_eviction is NULL when it is off. */

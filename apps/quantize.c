@@ -49,9 +49,9 @@ static double megabytes(const char *path) {
     return stat(path, &file) == 0 ? (double)file.st_size / 1e6 : 0;
 }
 
-static int usage(FILE *file) {
-    fputs("usage: deeptutor-quantize IN.gguf OUT.gguf TYPE [-t THREADS]\n"
-          "Writes a quantized copy of a model. Tensors that are quantized already stay as\nthey are; where all are, there is "
+static int usage(FILE *file, const char *program) {
+    fprintf(file, "usage: %s IN.gguf OUT.gguf TYPE [-t THREADS]\n", program);
+    fputs("Writes a quantized copy of a model. Tensors that are quantized already stay as\nthey are; where all are, there is "
           "nothing to do, and that is an error.\n\n"
           "Flags\n"
           "  -t, --threads N   threads (all processors)\n"
@@ -88,7 +88,7 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
     for (int i = 1; i < argc; i++) {
         const char *word = argv[i];
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) {
-            return usage(stdout);
+            return usage(stdout, dt_program_name(argc, argv));
         }
         if (strcmp(word, "--version") == 0) {
             puts("DeepTutor " DT_VERSION);
@@ -117,7 +117,7 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
         }
     }
     if (n_words == 0) {
-        return usage(stderr);
+        return usage(stderr, dt_program_name(argc, argv));
     }
     if (n_words < 3) {
         return bad_usage("an input file, an output file and a type are needed", "");

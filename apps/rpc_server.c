@@ -47,8 +47,7 @@ int main(int argc, char **argv) {
     int exit_code;
     dt_error error = {0};
     dt_shared_options_init(&o.shared);
-    if (!dt_options_begin(groups, sizeof groups / sizeof groups[0], argc, argv, &o, "deeptutor-rpc-server", "[flags]",
-                          &exit_code)) {
+    if (!dt_options_begin(groups, sizeof groups / sizeof groups[0], argc, argv, &o, "[flags]", &exit_code)) {
         return exit_code;
     }
     dt_report_init((dt_log_level)o.shared.log_level, false);

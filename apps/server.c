@@ -212,7 +212,6 @@ static int run_all(void *user) {
 }
 
 int main(int argc, char **argv) {
-    static const char program[] = "deeptutor-server", arguments[] = "-m FILE [flags]";
     char message[512];
     int exit_code;
     server_options o = {.host = "127.0.0.1",
@@ -228,10 +227,7 @@ int main(int argc, char **argv) {
     dt_shared_options_init(&o.shared);
     dt_run_signals();
     umask(077); /* what was said is nobody else's to read, in whatever folder it is kept */
-    if (argc < 2) {
-        fprintf(stderr, "usage: %s %s\n", program, arguments);
-    }
-    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, program, arguments, &exit_code)) {
+    if (!dt_options_begin(groups, N_GROUPS, argc, argv, &o, "-m FILE [flags]", &exit_code)) {
         return exit_code;
     }
     if (!check(&o, message, sizeof message)) {

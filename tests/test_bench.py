@@ -113,3 +113,10 @@ def test_bad_usage(model, args):
     result = bench("-m", model, *args)
     assert result.returncode == 2 and result.stdout == "", result.stderr
     assert result.stderr.startswith("error: ")
+
+
+def test_nothing_asked_for():
+    result = subprocess.run([BENCH], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stdout == ""
+    usage, error = result.stderr.splitlines()
+    assert usage.startswith("usage: deeptutor-bench -m FILE") and error.startswith("error: ") and "--help" in error
