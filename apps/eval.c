@@ -32,12 +32,12 @@ static const dt_option text_rows[] = {
     {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
 };
 static const dt_option policy_rows[] = {
-    {"--policy", "NAME", DT_OPTION_TEXT, AT(policy), 0, 0,
+    {"--policy", "local_window|importance_score|none", DT_OPTION_TEXT, AT(policy), 0, 0,
      "this policy on every layer, of a size that is given too (instead of a preset)"},
     {"--score", "fast|reconstruct", DT_OPTION_CHOICE, AT(score), 0, 0,
      "of policy importance_score (fast); score predict comes with --eviction-config, or with a preset, once calibrated"},
     {"--budget", "equal|adaptive", DT_OPTION_CHOICE, AT(budget), 0, 0,
-     "with --policy: the same for every layer, or one sum shared out by the scores (equal)"},
+     "with --policy: the same for every layer, or a shared budget, dealt out by the scores (equal)"},
     {"--json", "F", DT_OPTION_TEXT, AT(json), 0, 0, "write the result there"},
 };
 #define SETTINGS_HELP                                                                                                              \

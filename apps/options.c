@@ -294,6 +294,10 @@ static bool set_choice(const dt_option *option, const char *text, int64_t *out) 
     return false;
 }
 
+static bool refuse_choice(const dt_option *option, const char *name, const char *text, char *message, size_t capacity) {
+    return refuse(message, capacity, "%s must be one of %s, not '%.60s'", name, option->value, text);
+}
+
 static bool set_value(const dt_option *option, const char *name, const char *text, void *options, char *message, size_t capacity) {
     void *member = (char *)options + option->offset;
     double number = 0;
@@ -306,10 +310,12 @@ static bool set_value(const dt_option *option, const char *name, const char *tex
         return true;
     case DT_OPTION_TEXT:
         *(const char **)member = text;
+        if (strchr(option->value, '|') != NULL) {
+            return set_choice(option, text, &whole) || refuse_choice(option, name, text, message, capacity);
+        }
         return text[0] != 0 || strcmp(option->value, "F") != 0 || refuse(message, capacity, "%s needs the name of a file", name);
     case DT_OPTION_CHOICE:
-        return set_choice(option, text, member) ||
-               refuse(message, capacity, "%s must be one of %s, not '%.60s'", name, option->value, text);
+        return set_choice(option, text, member) || refuse_choice(option, name, text, message, capacity);
     case DT_OPTION_SIZE:
         return dt_parse_size(text, member) ||
                refuse(message, capacity, "%s needs a size such as 512M or 2G, not '%.60s'", name, text);

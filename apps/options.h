@@ -17,7 +17,7 @@ typedef enum dt_option_kind {
     DT_OPTION_INT,    /* int64_t */
     DT_OPTION_NUMBER, /* double */
     DT_OPTION_SIZE,   /* int64_t, bytes: "800K", "1.5G" */
-    DT_OPTION_TEXT,   /* const char *, points into argv */
+    DT_OPTION_TEXT,   /* const char *, points into argv; one of the words of `value` where that lists some */
     DT_OPTION_CHOICE  /* int64_t, index into the words of `value` */
 } dt_option_kind;
 

@@ -237,7 +237,8 @@ def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
 @pytest.mark.parametrize("args, what", [
     (["kld"], "no model"), (["kld", "-m", "M"], "no text"), (["kld", "-m", "M", "-f", TEXT, "--policy", "local_window"], "budget"),
     (["kld", "-m", "M", "-f", TEXT, "--kept", "2", "--policy", "local_window"], "shares"),
-    (["kld", "-m", "M", "-f", TEXT, "--policy", "local_windo", "--kept", "0.5"], "did you mean"),
+    (["kld", "-m", "M", "-f", TEXT, "--policy", "fast", "--kept", "0.5"],
+     "error: --policy must be one of local_window|importance_score|none, not 'fast'"),
     (["kld", "-m", "M", "-f", TEXT, "--chunks", "4000"], "fewer"), (["needle", "-m", "M", "-f", TEXT, "--depth-low", "0.9",
                                                                     "--depth-high", "0.1"], "above"),
     (["kld", "-m", "M", "-f", TEXT, "--kept", ""], "shares"), (["kld", "-m", "M", "-f", TEXT, "--kept", "0.0001"], "less than one token"),
