@@ -460,15 +460,23 @@ void dt_options_help(FILE *file, const dt_option_group *const *groups, size_t n_
 
 /* ---- meaning ------------------------------------------------------------------------------------ */
 
+/* A flag that was given and means nothing without eviction; NULL: there is none. */
+static const char *flag_of_eviction(const dt_shared_options *o) {
+    return o->eviction_preset != NULL   ? "--eviction-preset"
+           : o->eviction_config != NULL ? "--eviction-config"
+           : o->max_cache_size > 0      ? "--max-cache-size"
+           : o->min_cache_size >= 0     ? "--min-cache-size"
+           : o->memory_slots >= 0       ? "--memory-slots"
+           : o->prefill != 0            ? "--prefill streaming"
+                                        : NULL;
+}
+
 bool dt_shared_options_check(const dt_shared_options *o, char *message, size_t capacity) {
     if (o->model == NULL || o->model[0] == 0) {
         return refuse(message, capacity, "no model was named; give one with -m FILE");
     }
-    if (!o->eviction && (o->eviction_config != NULL || o->eviction_preset != NULL || o->max_cache_size > 0 ||
-                         o->min_cache_size >= 0 || o->memory_slots >= 0 || o->prefill != 0)) {
-        return refuse(message, capacity,
-                      "--eviction-preset, --eviction-config, --max-cache-size, --min-cache-size, --memory-slots and --prefill "
-                      "streaming need --cache-eviction");
+    if (!o->eviction && flag_of_eviction(o) != NULL) {
+        return refuse(message, capacity, "%s needs --cache-eviction", flag_of_eviction(o));
     }
     if (o->eviction_config != NULL && o->eviction_preset != NULL) {
         return refuse(message, capacity, "give --eviction-preset or --eviction-config, not both");
@@ -567,7 +575,8 @@ void dt_shared_options_session(const dt_shared_options *o, dt_session_params *ou
 static void hint_at_calibration(const dt_model *model, const char *path) {
     char *learned = dt_eviction_learned_path(path);
     if (learned != NULL && dt_model_get_info(model)->has_tokenizer && access(learned, F_OK) != 0) {
-        dt_report(DT_LOG_INFO, "TLC: not calibrated; presets lose less after ./deeptutor-eval calibrate");
+        dt_report(DT_LOG_INFO, "TLC: not calibrated; presets lose less after this, once for the model:");
+        dt_report(DT_LOG_INFO, "TLC: ./deeptutor-eval calibrate -m %s", path);
     }
     dt_free(learned);
 }

@@ -97,7 +97,7 @@ def test_help_and_version():
     (["--prompt-cache=c.bin"], "--session FILE"),
     (["-hf", "x/y"], "nothing is fetched"),
     (["--nonsense-flag"], "no flag --nonsense-flag; --help lists all"),
-    (["--prefill", "streaming"], "need --cache-eviction"),
+    (["--prefill", "streaming"], "--prefill streaming needs --cache-eviction"),
     (["--stats-json", "-"], "needs a file"),
     (["--draft-max", "4"], "--draft-max needs"),
     (["--draft-max", "0", "--draft-lookup"], "between 1"),
@@ -109,8 +109,8 @@ def test_help_and_version():
     (["-n"], "-n needs a value"),
     (["text without flag"], "is no flag"),
     (["-f", "a.txt"], "not both"),
-    (["--max-cache-size", "256"], "need --cache-eviction"),
-    (["--eviction-preset", "chat"], "need --cache-eviction"),
+    (["--max-cache-size", "256"], "--max-cache-size needs --cache-eviction"),
+    (["--eviction-preset", "chat"], "--eviction-preset needs --cache-eviction"),
     (["--cache-eviction", "--eviction-preset", "chat", "--eviction-config", "a"], "not both"),
     (["--cache-eviction", "--max-cache-size", "0"], "between 1"),
     (["-sys", "be brief"], "add -cnv"),
@@ -225,9 +225,11 @@ def test_lines_fit_a_terminal(tmp_path):
                   ("--kv-memory", "6M", "--session", "s.bin"), ("-ngl", "9")):
         log = run_model("-p", "word " * 200, "-n", "4", *flags, cwd=tmp_path).stderr.decode()
         assert "KV memory" in log, log
-        for line in log.splitlines():  # but for the line of fixed fields
+        command = f"TLC: ./deeptutor-eval calibrate -m {MODEL}"
+        assert (command in log.splitlines()) == ("preset" in log), log
+        for line in log.splitlines():  # but for the line of fixed fields, and a command with a path
             fields = re.fullmatch(r"TLC: layers \S+ +\w+  max \d+  min \d+  sinks 4  recent \d+  slots \d+", line)
-            assert len(line) <= 80 or fields, line
+            assert len(line) <= 80 or fields or line == command, line
 
 
 @needs_model

@@ -150,15 +150,13 @@ static void test_combinations(void **state) {
     char message[512];
     assert_true(parse(&o, message, "-t", "1", NULL) && !dt_shared_options_check(&o, message, sizeof message));
     assert_non_null(strstr(message, "-m FILE"));
-    const char *const need_eviction[][2] = {{"--eviction-preset", "chat"},
-                                            {"--eviction-config", "a"},
-                                            {"--max-cache-size", "9"},
-                                            {"--min-cache-size", "0"},
-                                            {"--prefill", "streaming"}};
+    const char *const need_eviction[][2] = {{"--eviction-preset", "chat"}, {"--eviction-config", "a"}, {"--max-cache-size", "9"},
+                                            {"--min-cache-size", "0"},     {"--memory-slots", "2"},    {"--prefill", "streaming"}};
     for (size_t i = 0; i < sizeof need_eviction / sizeof need_eviction[0]; i++) {
         assert_true(parse(&o, message, "-m", "a", need_eviction[i][0], need_eviction[i][1], NULL));
         assert_false(dt_shared_options_check(&o, message, sizeof message));
-        assert_non_null(strstr(message, "--cache-eviction"));
+        assert_non_null(strstr(message, " needs --cache-eviction")); /* the flag that was given, and no other */
+        assert_true(strncmp(message, need_eviction[i][0], strlen(need_eviction[i][0])) == 0);
         assert_true(parse(&o, message, "-m", "a", need_eviction[i][0], need_eviction[i][1], "--cache-eviction", NULL));
         assert_true(dt_shared_options_check(&o, message, sizeof message));
     }
