@@ -64,15 +64,28 @@ static dt_status make_config(const calibration *c, dt_error *error) {
     return c->e->result != NULL ? DT_OK : dt_app_fail(error, DT_ERR_MEMORY, "out of memory");
 }
 
+/* Columns line up, also where layers have different numbers of heads. */
 static void report(const calibration *c) {
+    static const char title[] = "tokens kept by each KV head";
     const double *kept = c->kept;
-    printf("| layer | tokens kept by each KV head |\n| ---: | --- |\n");
+    const int digits = snprintf(NULL, 0, "%lld", (long long)c->e->options->n_context); /* no head keeps more */
+    int width = (int)sizeof title - 1;
     for (int32_t i = 0; i < c->info->n_layers; i++) {
-        printf("| %d |", i);
+        const int needed = c->info->n_kv_heads[i] * (digits + 1) - 1;
+        width = needed > width ? needed : width;
+    }
+    printf("| layer | %-*s |\n| ----: | ", width, title);
+    for (int i = 0; i < width; i++) {
+        putchar('-');
+    }
+    printf(" |\n");
+    for (int32_t i = 0; i < c->info->n_layers; i++) {
+        int column = printf("| %5d |", i);
+        const int end = column + 1 + width;
         for (int32_t j = 0; j < c->info->n_kv_heads[i]; j++) {
-            printf(" %.0f", *kept++ / (double)c->e->options->n_chunks);
+            column += printf(" %*.0f", digits, *kept++ / (double)c->e->options->n_chunks);
         }
-        printf(" |\n");
+        printf("%*s |\n", end - column, "");
     }
 }
 

@@ -111,11 +111,13 @@ static dt_status measure(eval *e, const eval_setting *setting, piece *pieces, si
 static void report(const eval *e, const eval_setting *setting, const piece *pieces, size_t n_pieces, json_t *rows) {
     double nll = 0, fresh = 0;
     json_t *list = json_array();
-    printf("| tokens before |    NLL | begun %6lld before |\n| ------------: | -----: | -----------------: |\n",
-           (long long)e->options->n_context);
+    char title[48];
+    const int width = snprintf(title, sizeof title, "begun %lld before", (long long)e->options->n_context);
+    printf("| tokens before |    NLL | %s |\n| ------------: | -----: | %.*s: |\n", title, width - 1,
+           "-----------------------------------------------");
     for (size_t i = 0; i < n_pieces; i++) {
         const piece *p = &pieces[i];
-        printf("| %13zu | %6.4f | %18.4f |\n", p->at, p->nll, p->nll_fresh);
+        printf("| %13zu | %6.4f | %*.4f |\n", p->at, p->nll, width, p->nll_fresh);
         json_array_append_new(list, json_pack("{sI sf sf}", "tokens", (json_int_t)p->at, "nll", p->nll, "nll_fresh", p->nll_fresh));
         nll += p->nll / (double)n_pieces;
         fresh += p->nll_fresh / (double)n_pieces;

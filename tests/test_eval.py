@@ -52,6 +52,11 @@ def measure(tmp_path, *args):
     return numbers
 
 
+def assert_lines_up(table):
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(rows) > 2 and len({tuple(i for i, c in enumerate(row) if c == "|") for row in rows}) == 1, table
+
+
 @pytest.mark.parametrize("evict", ["once", "always"])
 def test_nothing_lost_is_no_divergence(tiny, tmp_path, evict):
     full = measure(tmp_path, "kld", "-m", tiny, "-f", TEXT, "--context", "256", "--continuation", "32", "--chunks", "2",
@@ -228,6 +233,7 @@ def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
     model = tmp_path / "model.gguf"
     model.write_bytes(open(tiny, "rb").read())
     result = run("calibrate", "-m", str(model), "--context", "512", "--chunks", "1", *where)
+    assert_lines_up(result.stdout)
     assert result.returncode == 0 and (tmp_path / "model.tlc.json").is_file(), result.stderr
     result = subprocess.run([MAIN, "-m", str(model), "-p", "word " * 300, "-n", "4", "-t", "1", "--cache-eviction",
                              "--max-cache-size", "64", *where], stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
@@ -336,6 +342,10 @@ def test_long_past_the_context(tiny, tmp_path):
                     "--chunks", "2", "-b", "32", "--eviction-config", str(config))
     assert [piece["tokens"] for piece in found["pieces"]] == [448, 768]
     assert 0 < found["nll"] < 20 and abs(found["nll"] - found["nll_fresh"]) <= 0.03 * found["nll"]
+    table = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "4", "--continuation", "16", "--chunks", "2",
+                "--eviction-config", str(config))
+    assert table.returncode == 0, table.stderr
+    assert_lines_up(table.stdout)
     failed = run("long", "-m", tiny, "-f", TEXT, "--context", "128", "--times", "60000", "--policy", "local_window",
                  "--max-cache-size", "48")
     assert failed.returncode == 2 and "give fewer --times" in failed.stderr
