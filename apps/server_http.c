@@ -156,6 +156,43 @@ static const route routes[] = {
 };
 static const route page_route = {"", false, true, answer_page};
 
+#define TEXT_ONLY "this server generates text only: POST /v1/chat/completions or /v1/completions"
+
+/* What llama.cpp's server answers and this one doesn't, and what stands in its place. */
+static const struct {
+    const char *path, *message;
+} elsewhere[] = {
+    {"/completion", "text is gone on from at POST /v1/completions, with \"max_tokens\" in place of \"n_predict\""},
+    {"/completions", "text is gone on from at POST /v1/completions, with \"max_tokens\" in place of \"n_predict\""},
+    {"/infill", "nothing is filled in between two texts here; POST /v1/completions goes on from one"},
+    {"/chat/completions", "this is at POST /v1/chat/completions"},
+    {"/v1/responses", "chats are answered at POST /v1/chat/completions"},
+    {"/v1/messages", "chats are answered at POST /v1/chat/completions"},
+    {"/apply-template", "POST /v1/chat/completions puts \"messages\" into the model's template; the text in between is not shown"},
+    {"/models", "this is at GET /v1/models"},
+    {"/v1/health", "this is at GET /health"},
+    {"/slots", "there are no slots: a conversation is found again by its text; GET /metrics tells what runs and waits"},
+    {"/lora-adapters", "adapters are not supported; merge them into the model before converting it"},
+    {"/embedding", TEXT_ONLY},
+    {"/embeddings", TEXT_ONLY},
+    {"/v1/embeddings", TEXT_ONLY},
+    {"/rerank", TEXT_ONLY},
+    {"/reranking", TEXT_ONLY},
+    {"/v1/rerank", TEXT_ONLY},
+    {"/v1/reranking", TEXT_ONLY},
+};
+
+/* A path below one of these counts as that one: /slots/0. */
+static const char *what_is_instead(const char *path) {
+    for (size_t i = 0; i < sizeof elsewhere / sizeof elsewhere[0]; i++) {
+        const size_t n = strlen(elsewhere[i].path);
+        if (strncmp(elsewhere[i].path, path, n) == 0 && (path[n] == 0 || path[n] == '/')) {
+            return elsewhere[i].message;
+        }
+    }
+    return "there is nothing at this path; docs/server.md lists those that there are";
+}
+
 static void find_route(dt_exchange *e, const char *path) {
     for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++) {
         if (strcmp(routes[i].path, path) == 0) {
@@ -187,12 +224,12 @@ static bool has_key(const dt_exchange *e) {
 }
 
 /* What can be refused before the body came. 0: nothing. */
-static int refuse_early(dt_exchange *e, const char *method, const char **out_message) {
+static int refuse_early(dt_exchange *e, const char *path, const char *method, const char **out_message) {
     const bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
     const char *length = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_LENGTH);
     int64_t n = 0;
     if (e->route == NULL) {
-        *out_message = "there is nothing at this path";
+        *out_message = what_is_instead(path);
         return 404;
     }
     if (!e->route->open && !has_key(e)) {
@@ -252,7 +289,7 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
             return dt_http_send_wait(connection, 503, "too many connections are open; close idle ones, or try again later",
                                      CROWDED_SECONDS, true);
         }
-        const int status = refuse_early(e, method, &message);
+        const int status = refuse_early(e, url, method, &message);
         return status != 0 ? dt_http_send_error(connection, status, message) : MHD_YES;
     }
     if (*n_upload > 0) {

@@ -251,6 +251,11 @@ def test_hostile_bodies(server, raw):
 def test_paths_and_methods(server):
     assert server.ask("/nonesuch")[0] == 404 and server.ask("/v1/completions")[0] == 405
     assert server.ask("/health", {}, method="POST")[0] == 405
+    for path, instead in {"/completion": "/v1/completions", "/slots": "/metrics", "/slots/0?action=save": "/metrics",
+                          "/v1/embeddings": "/v1/completions", "/infill": "/v1/completions", "/rerank": "text only",
+                          "/apply-template": "/v1/chat/completions", "/slotsx": "docs/server.md"}.items():
+        status, answer, _ = server.ask(path, {"prompt": "x"}, method="POST")
+        assert status == 404 and instead in answer["error"]["message"] and answer["error"]["type"] == "not_found_error", answer
     status, answer, _ = server.ask("/v1/completions", {"prompt": "x", "model": "gpt-99"})
     assert status == 404 and "gpt-99" in answer["error"]["message"]
     assert server.ask("/v1/completions", {"prompt": "x", "model": "tiny", "max_tokens": 1})[0] == 200
