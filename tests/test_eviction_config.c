@@ -482,7 +482,7 @@ static void test_shared_budget(void **state) {
     assert_int_equal(dt_eviction_config_text(4, "e.json", text, strlen(text), &eviction, &error), DT_OK);
     assert_int_equal(dt_eviction_total(eviction), 4096);
     require_layer(eviction, 2, "importance_score", INT32_MAX, 0, 4, 64);
-    require_description(eviction, "TLC: budget adaptive, 4096 tokens over all layers, 1365 a layer on average\n"
+    require_description(eviction, "TLC: shared budget, 4096 tokens over all layers, 1365 a layer on average\n"
                                   "TLC: layers 0-2    importance_score  max any  min 0  sinks 4  recent 64  slots 0\n"
                                   "TLC: layers 3      none              keeps everything");
     dt_eviction_free(eviction);

@@ -417,7 +417,7 @@ dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error
     size_t length = 0;
     if (eviction->total_cache_size > 0) {
         const int32_t n_sharing = dt_budgets_that_evict(eviction->budgets, eviction->n_layers);
-        length = (size_t)snprintf(text, bytes, "TLC: budget adaptive, %d tokens over all layers, %d a layer on average\n",
+        length = (size_t)snprintf(text, bytes, "TLC: shared budget, %d tokens over all layers, %d a layer on average\n",
                                   eviction->total_cache_size, eviction->total_cache_size / DT_MAX(n_sharing, 1));
     }
     for (int32_t i = 0, end; i < eviction->n_layers; i = end) {
