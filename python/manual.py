@@ -39,7 +39,7 @@ the machine's memory sets to decoding.""",
 a text and asks for them. calibrate measures what each KV head needs and writes an eviction config. long compares the perplexity of
 a text far beyond the context with that within it. ab answers the same prompts with eviction off and on, and passes or fails them by
 your thresholds.""",
-        examples=[("", "deeptutor-eval kld -m model.gguf -f text.txt --kept 0.5,0.25"),
+        examples=[("Of a text of 17,412 tokens or more", "deeptutor-eval kld -m model.gguf -f text.txt --kept 0.5,0.25"),
                   ("", "deeptutor-eval ab -m model.gguf -i prompts.jsonl --eviction-preset docqa --min-rouge 0.8")],
         exits=USUAL_EXIT + [("3", "ab: a check failed.")]),
     "deeptutor-quantize": dict(
@@ -117,6 +117,16 @@ def roff(text):
     return re.sub(r"^(['.])", r"\\&\1", text.replace("\\", "\\e").replace("-", "\\-"), flags=re.M)
 
 
+def in_lines(command):
+    """An example where an indented block leaves room for 69 columns: broken before flags, as a shell takes it."""
+    room, lines = 69, [""]
+    for part in re.split(r" (?=-)", command):
+        if lines[-1] and len(command) > room and len(lines[-1]) + len(part) > room - 3:
+            lines.append("   ")
+        lines[-1] += " " * bool(lines[-1]) + part
+    return " \\\n".join(lines)
+
+
 def man_page(name, usage, groups):
     about = PROGRAMS[name]
     version = re.search(r'#define DT_VERSION "(.*)"', (ROOT / "include/deeptutor.h").read_text()).group(1)
@@ -130,13 +140,13 @@ def man_page(name, usage, groups):
         out.append(f'.SS "{roff(title)}"')
         for names, value, explanation in options:
             names = ", ".join(f"\\fB{roff(flag)}\\fR" for flag in names)
-            out += [".TP", names + (f" \\fI{roff(value)}\\fR" if value else ""), roff(explanation)]
+            out += [".TP", names + (f" \\fI{roff(value)}\\fR".replace("|", "|\\:") if value else ""), roff(explanation)]
     out.append(".SH EXIT STATUS")
     for code, meaning in about["exits"]:
         out += [".TP", f".B {code}", roff(meaning)]
     out.append(".SH EXAMPLES")
     for i, (what, command) in enumerate(about["examples"]):
-        out += [".PP"] * (i > 0) + ([roff(what) + ":"] if what else []) + [".RS 4", ".nf", roff(command), ".fi", ".RE"]
+        out += [".PP"] * (i > 0) + ([roff(what) + ":"] if what else []) + [".RS 4", ".nf", roff(in_lines(command)), ".fi", ".RE"]
     others = [f".BR {roff(other)} (1)" for other in PROGRAMS if other != name]
     out += [".SH SEE ALSO"] + [other + "," for other in others[:-1]] + others[-1:]
     return "\n".join(out) + "\n"

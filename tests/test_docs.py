@@ -1,9 +1,12 @@
 """What is written in two places says the same in both: the READMEs, the list of dependencies, the picture of speed, links."""
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "deps/README.md"])
@@ -71,9 +74,10 @@ def test_version_has_its_changes():
         assert version not in (ROOT / path).read_text()
 
 
-def test_converter_help_fits_a_terminal():
-    import os
-    result = subprocess.run([sys.executable, str(ROOT / "convert.py"), "--help"], capture_output=True, text=True, timeout=60,
+@pytest.mark.parametrize("script", ["convert.py", "python/plan.py", "python/eval/report.py", "python/eval/tasks.py",
+                                    "python/eval/reference.py"])
+def test_help_of_scripts_fits_a_terminal(script):
+    result = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, timeout=60,
                             env=dict(os.environ, COLUMNS="80"))
     assert result.returncode == 0, result.stderr
-    assert all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout
+    assert re.match(r"usage: \S", result.stdout) and all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout

@@ -51,6 +51,23 @@ def test_help_fits_a_terminal(name):
 
 
 @pytest.mark.parametrize("name", here)
+def test_usage_names_the_program(name):
+    """As it was called, without the folder."""
+    for text in help_texts(name):
+        assert text.startswith(f"usage: {os.path.basename(program(name))} "), text
+
+
+@pytest.mark.parametrize("name", here)
+def test_examples_fit_a_terminal(made, name):
+    """They stand eleven columns in."""
+    page = (made / "man" / f"{name}.1").read_text()
+    examples = re.findall(r"^\.nf\n(.*?)\n\.fi$", page, re.M | re.S)
+    assert examples
+    for line in "\n".join(examples).replace("\\-", "-").replace("\\e", "\\").splitlines():
+        assert len(line) <= 69, line
+
+
+@pytest.mark.parametrize("name", here)
 def test_every_flag_is_there(made, name):
     flags = set().union(*(flags_in(text) for text in help_texts(name)))
     assert len(flags) >= 6 and "--help" in flags

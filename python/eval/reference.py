@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Checks ./deeptutor-eval kld against a Llama forward pass in numpy that knows nothing of our code: the StreamingLLM case.
 
-usage: python3 python/eval/reference.py -m MODEL.gguf -f TEXT [--context 4096] [--continuation 256] [--chunks 4] [--kept 0.25,0.125]
+usage: python3 python/eval/reference.py -m MODEL.gguf -f TEXT
+                                        [--context 4096] [--continuation 256]
+                                        [--chunks 4] [--kept 0.25,0.125]
                                         [--with numpy|kvpress]
 
 The context is read whole; then every layer and head keeps the first 4 tokens and the newest ones, and the continuation is
@@ -235,7 +237,7 @@ def shares(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1][len("usage: "):], description=__doc__.split("\n\n")[2])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-f", "--file", required=True)
     parser.add_argument("--context", type=at_least_one, default=4096)

@@ -2,7 +2,8 @@
 """Turns the JSON of ./deeptutor-eval (kld, needle, ab) and of tasks.py into one page.
 
 usage: python3 python/eval/report.py -o REPORT.html [LABEL=]RESULT.json ...
-       python3 python/eval/report.py -o REPORT.html -m MODEL.gguf -f TEXT [-i PROMPTS.jsonl] [-t N]
+       python3 python/eval/report.py -o REPORT.html -m MODEL.gguf -f TEXT
+                                     [-i PROMPTS.jsonl] [-t N]
 
 The first form reads results, several of a kind too: lines of one plot, named by what was evicted how, or by LABEL. The second
 measures first: kld and needles of a window, of importance_score and of reconstruction with a shared budget at three sizes, and with
@@ -269,7 +270,7 @@ def check(args, given):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage="\n" + __doc__.split("\n\n")[1].replace("usage: ", "       "),
+    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1][len("usage: "):],
                                      description=__doc__.split("\n\n")[2])
     parser.add_argument("results", nargs="*", metavar="[LABEL=]RESULT.json")
     parser.add_argument("-o", "--output", required=True, help="REPORT.html or REPORT.md")

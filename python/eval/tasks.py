@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Runs task files through ./deeptutor-eval ab, eviction off and on, and scores both.
 
-usage: python3 python/eval/tasks.py -m MODEL.gguf -i TASK.jsonl [-i ...] -o RESULT.json [options] [flags of deeptutor-eval ab]
+usage: python3 python/eval/tasks.py -m MODEL.gguf -i TASK.jsonl [-i ...]
+                                    -o RESULT.json [options]
+                                    [flags of deeptutor-eval ab]
 
 A line is LongBench's {"context", "input", "answers"} or RULER's {"input", "outputs"}. The metric follows from the form, and for
 LongBench from "dataset" (F1 where it says nothing); --metric sets it. Eviction, sampling and session flags go to the program, such
@@ -100,7 +102,7 @@ def tokens_to_come(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1].replace("usage: ", ""), allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1][len("usage: "):], allow_abbrev=False,
                                      description=__doc__.split("\n\n")[2])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-i", "--input", action="append", required=True, help="a task file; may be given several times")
