@@ -27,6 +27,7 @@ class Model:
         def key(name, default=None):
             return self.value(reader, f"{arch}.{name}", default)
         self.layers, self.heads = int(key("block_count")), int(key("attention.head_count"))
+        self.context = int(key("context_length", 0))
         kv_heads = key("attention.head_count_kv", self.heads)
         self.kv_heads = [int(n) for n in kv_heads] if isinstance(kv_heads, list) else [int(kv_heads)] * self.layers
         self.dim_k = int(key("attention.key_length", int(key("embedding_length")) // self.heads))
@@ -124,6 +125,9 @@ def main():
         parser.error("name a --device, or give --bandwidth and --tflops")
     args.number_bytes = 2.0 if args.kv_type == "f16" else 1.06
     model = read_model(args.model)
+    if 0 < model.context < args.context:
+        print(f"plan.py: this model was trained for {model.context} tokens; longer conversations need TLC in every layer "
+              "(docs/memory.md), so with TLC off there is no such run", file=sys.stderr)
     off, on = predict(model, args, [args.context] * model.layers), predict(model, args, budgets(model, args))
     print(f"{args.context} tokens, {args.bandwidth:.0f} GB/s x {DECODE_SHARE}, {args.tflops:g} TFLOPS x {PREFILL_SHARE}")
     print(f"{'':24}{'TLC off':>12}{'TLC on':>12}{'ratio':>8}")

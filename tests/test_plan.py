@@ -25,6 +25,8 @@ def model(tmp_path_factory):
 def test_bytes(model):
     result = plan("--model", model, "--context", 65536, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 16384)
     assert result.returncode == 0, result.stderr
+    assert "trained for 256 tokens" in result.stderr
+    assert plan("--model", model, "--context", 256, "--device", "4090").stderr == ""
     rows = {line[:24].strip(): [float(x) for x in line[24:].split()] for line in result.stdout.splitlines()[2:]}
     per_token = SHAPE["layers"] * SHAPE["kv-heads"] * 2 * SHAPE["head-dim"] * 2  # keys and values in two bytes
     assert rows["KV cache, MiB"] == [pytest.approx(65536 * per_token / 2**20, abs=0.06),
