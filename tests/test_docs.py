@@ -37,6 +37,18 @@ def test_both_readmes_are_in_step():
     assert tables[:4] == tables[4:]
 
 
+def test_examples_of_eval_have_their_files():
+    """All that they read is in the repository, fetched by bash run.sh --model, or made by a line above."""
+    files = {"models/SmolLM2-135M-Instruct.Q4_1.gguf"}
+    for page in ("docs/quality.md", "docs/eviction-config.md"):
+        for line in "".join(re.findall(r"^```\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)).splitlines():
+            if line.startswith("./deeptutor-eval "):
+                for path in re.findall(r" (?:-m|-f|-i|--eviction-config) (\S+)", line):
+                    assert path in files or (ROOT / path).exists(), f"{page}: {line}"
+                files |= {"model.tlc.json"} if " calibrate " in line else set()
+            files |= set(re.findall(r"(?:>|^ln -s \S+ )(\S+)", line))
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
