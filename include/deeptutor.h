@@ -455,7 +455,8 @@ typedef struct dt_draft dt_draft; /* guesses the next tokens (speculative decodi
  * both: 1 to 64 at a time, else DT_ERR_ARGUMENT. */
 dt_status dt_draft_from_lookup(int32_t max_tokens, dt_draft **out, dt_error *error);
 /* Lets a smaller model guess, in a session made with `params` (may be NULL), with the errors of that; the model must outlive the
- * draft. Another vocabulary is DT_ERR_ARGUMENT naming the first token that differs. */
+ * draft. Another vocabulary is DT_ERR_ARGUMENT naming the first token that differs; DT_ERR_TOKENIZER: only one of the models has
+ * a tokenizer. */
 dt_status dt_draft_from_model(const dt_model *target, const dt_model *model, const dt_session_params *params, int32_t max_tokens,
                               dt_draft **out, dt_error *error);
 void dt_draft_free(dt_draft *draft);

@@ -475,6 +475,20 @@ static void test_other_vocabularies(void **state) {
     assert_non_null(strstr(error.message, "token 320 is"));
     dt_model_close(larger);
 
+    /* the same file, but nobody can tell what its tokens mean */
+    const dt_model_params bare = {.no_tokenizer = true};
+    dt_model *unknown = NULL;
+    p = shape(3, 1);
+    assert_int_equal(dt_model_open(write_tiny(&p), &bare, &unknown, &error), DT_OK);
+    assert_int_equal(dt_draft_from_model(f->model, unknown, NULL, 4, &draft, &error), DT_ERR_TOKENIZER);
+    assert_int_equal(dt_draft_from_model(unknown, f->model, NULL, 4, &draft, &error), DT_ERR_TOKENIZER);
+    assert_non_null(strstr(error.message, "has no tokenizer"));
+    assert_null(draft);
+    assert_int_equal(dt_draft_from_model(unknown, unknown, NULL, 4, &draft, &error), DT_OK);
+    dt_draft_free(draft);
+    draft = NULL;
+    dt_model_close(unknown);
+
     /* one token's text changed, in the file */
     size_t n;
     p = shape(1, 3);

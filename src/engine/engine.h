@@ -16,7 +16,7 @@ struct dt_model {
     uint64_t fingerprint; /* dt_gguf_fingerprint */
 };
 
-/* DT_ERR_ARGUMENT naming the first token that is not the same in both. */
+/* DT_ERR_ARGUMENT naming the first token that is not the same in both; DT_ERR_TOKENIZER: only one of them has a tokenizer. */
 dt_status dt_model_same_vocabulary(const dt_model *model, const dt_model *other, dt_error *error);
 /* The model a session runs on. */
 const dt_model *dt_session_model(const dt_session *session);

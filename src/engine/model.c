@@ -152,12 +152,22 @@ static dt_status compare_vocabularies(const dt_vocab *a, const dt_vocab *b, cons
 }
 
 dt_status dt_model_same_vocabulary(const dt_model *model, const dt_model *other, dt_error *error) {
-    if (model->info.n_vocab != other->info.n_vocab && (!model->vocab || !other->vocab)) {
+    if (!model->vocab != !other->vocab) {
+        return fail_no_tokenizer_to_compare(model->vocab ? other : model, model->vocab ? model : other, error);
+    }
+    if (model->info.n_vocab != other->info.n_vocab && !model->vocab) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%s has %d tokens and %s has %d", dt_gguf_path(other->gguf), other->info.n_vocab,
                        dt_gguf_path(model->gguf), model->info.n_vocab);
     }
-    if (!model->vocab || !other->vocab) {
+    if (!model->vocab) {
         return DT_OK; /* nothing else to compare */
+/* Token numbers of a model whose vocabulary is unknown may mean anything to one that has a tokenizer. */
+static dt_status fail_no_tokenizer_to_compare(const dt_model *without, const dt_model *with, dt_error *error) {
+    return dt_fail(error, DT_ERR_TOKENIZER,
+                   "%s has no tokenizer, so it can't be told whether its tokens are those of %s; both need one, or neither",
+                   dt_gguf_path(without->gguf), dt_gguf_path(with->gguf));
+}
+
     }
     return compare_vocabularies(model->vocab, other->vocab, dt_gguf_path(model->gguf), dt_gguf_path(other->gguf), error);
 }
