@@ -8,7 +8,8 @@
  * Callers state the goal (dt_session_sync: "the conversation is now these tokens"); the session finds
  * the cheap way there. Errors are values: every function that can fail returns a dt_status and, where
  * `error` is not NULL, fills it with a sentence that says what to do. Nothing here exits, aborts or prints, but for layers on other
- * machines (dt_model_params.device, dt_rpc_serve). DT_ERR_MEMORY may come from every one; other statuses are told at each.
+ * machines (dt_model_params.device, dt_rpc_serve). DT_ERR_MEMORY may come from every one, and DT_ERR_ARGUMENT where a pointer that
+ * is needed is NULL (what has no status takes it for nothing: 0, NULL or false); other statuses are told at each.
  *
  * Ownership: what a function hands out through `T **out` is the caller's, to be freed by the function
  * named beside it, which accepts NULL. A function that fails hands out nothing; *out is NULL then or as it was, so begin with NULL.
@@ -106,11 +107,11 @@ typedef struct dt_model_info {
 /* Opens a GGUF file (or the first of a split set). params may be NULL. Free with dt_model_close.
  * Fails with a named key or tensor when the file lacks something or has it in another type or shape (DT_ERR_FORMAT); else
  * DT_ERR_IO: it can't be read, or a server not be reached; DT_ERR_UNSUPPORTED: architecture, type of weights, processor or device;
- * DT_ERR_TOKENIZER; DT_ERR_ARGUMENT: no such device; DT_ERR_COMPUTE: a device fails. */
+ * DT_ERR_TOKENIZER; DT_ERR_ARGUMENT: no such device, or a negative number; DT_ERR_COMPUTE: a device fails. */
 dt_status dt_model_open(const char *path, const dt_model_params *params, dt_model **out, dt_error *error);
 /* All sessions on the model must be freed before. NULL is accepted. */
 void dt_model_close(dt_model *model);
-/* Never NULL; valid, with all it points to, until the model is closed. */
+/* Valid, with all it points to, until the model is closed. */
 const dt_model_info *dt_model_get_info(const dt_model *model);
 
 /* What this build can compute on, a line each: name, what it is, memory. Free with dt_free. */
@@ -367,11 +368,11 @@ dt_status dt_session_check(const dt_session *session, dt_error *error);
 typedef struct dt_calibration dt_calibration;
 /* DT_ERR_UNSUPPORTED: every layer has a sliding window. */
 dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_error *error);
-/* Adds what the session found out about its text: one of this model, of DT_EVICT_HELD with score reconstruct (else
- * DT_ERR_ARGUMENT). DT_ERR_COMPUTE: a device fails. */
+/* Adds what the session found out about its text, of more than 4 tokens: one of this model, of DT_EVICT_HELD with score reconstruct
+ * (else DT_ERR_ARGUMENT). DT_ERR_COMPUTE: a device fails. */
 dt_status dt_calibration_add(dt_calibration *calibration, const dt_session *session, dt_error *error);
 /* An eviction config, JSON, with what was learned, and a shared budget of so many tokens on average for each layer that has learned:
- * those with a sliding window don't. *out: free with dt_free. */
+ * those with a sliding window don't. DT_ERR_ARGUMENT: fewer than 1, or nothing was added. *out: free with dt_free. */
 dt_status dt_calibration_config(const dt_calibration *calibration, int32_t average_cache_size, char **out, dt_error *error);
 void dt_calibration_free(dt_calibration *calibration);
 

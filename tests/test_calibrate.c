@@ -330,6 +330,20 @@ static void test_wrong_sessions_and_weights(void **state) {
     dt_error error;
     dt_calibration *calibration = NULL;
     assert_int_equal(dt_calibration_new(f->model, &calibration, &error), DT_OK);
+    char *config = NULL;
+    assert_int_equal(dt_calibration_config(calibration, 96, &config, &error), DT_ERR_ARGUMENT); /* nothing was added */
+    assert_non_null(strstr(error.message, "dt_calibration_add"));
+    dt_session *held = new_session(f, HELD, DT_EVICT_HELD, DT_PREFILL_FULL);
+    assert_int_equal(dt_calibration_add(calibration, held, &error), DT_ERR_ARGUMENT);
+    assert_non_null(strstr(error.message, "a text of 0 tokens"));
+    sync_tokens(held, f->tokens, 100);
+    assert_int_equal(dt_calibration_add(calibration, held, &error), DT_OK);
+    for (int32_t size = -1; size < 1; size++) {
+        assert_int_equal(dt_calibration_config(calibration, size, &config, &error), DT_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, "average_cache_size must be at least 1"));
+    }
+    assert_null(config);
+    dt_session_free(held);
     dt_session *evicted = new_session(f, HELD, DT_EVICT_ONCE, DT_PREFILL_FULL);
     sync_tokens(evicted, f->tokens, 100);
     append_token(evicted, 4); /* not repeated */

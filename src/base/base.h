@@ -26,6 +26,12 @@ dt_status dt_fail_memory(dt_error *error, size_t bytes, const char *what);
 #define dt_fail(error, code, ...) (dt_fail(error, code, __VA_ARGS__), (code))
 #define dt_fail_memory(error, bytes, what) (dt_fail_memory(error, bytes, what), DT_ERR_MEMORY)
 #endif
+/* How public functions begin: true, with *error telling the function and its argument, where one of these pointers is NULL. */
+#define DT_LACKS(error, ...)                                                                                                       \
+    dt_lacks(error, __func__, #__VA_ARGS__, (const void *const[]){__VA_ARGS__},                                                    \
+             sizeof((const void *const[]){__VA_ARGS__}) / sizeof(void *))
+/* names: of the n pointers, with ", " between them. */
+bool dt_lacks(dt_error *error, const char *function, const char *names, const void *const *pointers, size_t n);
 /* vsnprintf for messages of one line: too long ones end in "...", at a whole UTF-8 character; control characters become spaces, line
  * ends behind it go. */
 void dt_format_line(char *out, size_t capacity, const char *format, va_list arguments) DT_PRINTF(3, 0);

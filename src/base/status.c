@@ -71,6 +71,18 @@ dt_status dt_fail(dt_error *error, dt_status code, const char *format, ...) {
     return code;
 }
 
+bool dt_lacks(dt_error *error, const char *function, const char *names, const void *const *pointers, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        const size_t length = strcspn(names, ",");
+        if (pointers[i] == NULL) {
+            dt_fail(error, DT_ERR_ARGUMENT, "%s needs %.*s, which is NULL", function, (int)length, names);
+            return true;
+        }
+        names += names[length] == 0 ? length : length + 2;
+    }
+    return false;
+}
+
 dt_status dt_fail_memory(dt_error *error, size_t bytes, const char *what) {
     return dt_fail(error, DT_ERR_MEMORY,
                    "out of memory: no room for %zu more bytes for %s; close other programs, or use a smaller context or a smaller "

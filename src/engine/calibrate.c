@@ -46,6 +46,9 @@ void dt_calibration_free(dt_calibration *c) {
 }
 
 dt_status dt_calibration_new(const dt_model *model, dt_calibration **out, dt_error *error) {
+    if (DT_LACKS(error, model, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     bool any = false;
     *out = NULL;
     for (int32_t i = 0; i < model->info.n_layers; i++) {
@@ -119,18 +122,24 @@ static bool add_lane(const dt_calibration *c, const dt_session *s, int32_t layer
     return true;
 }
 
-dt_status dt_calibration_add(dt_calibration *c, const dt_session *session, dt_error *error) {
+dt_status dt_calibration_add(dt_calibration *calibration, const dt_session *session, dt_error *error) {
+    if (DT_LACKS(error, calibration, session)) {
+        return DT_ERR_ARGUMENT;
+    }
+    dt_calibration *c = calibration;
+    if (session->model != c->model || session->whole_from > 0 || session->peaks_until < session->n_tokens) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "calibration needs a session of its model with score reconstruct and DT_EVICT_HELD");
+    }
+    if (session->n_tokens <= SKIPPED) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "nothing can be learned from a text of %d tokens; it must have more than %d",
+                       session->n_tokens, SKIPPED);
+    }
     const dt_model_info *info = &c->model->info;
-    const size_t positions_bytes = (size_t)DT_MAX(session->n_tokens, 1) * sizeof(int32_t);
+    const size_t positions_bytes = (size_t)session->n_tokens * sizeof(int32_t);
     const size_t work_bytes = (size_t)READ_AT_ONCE * (size_t)(c->shape.dim_k + c->shape.dim_v) * sizeof(float);
     int32_t *positions = malloc(positions_bytes);
     float *work = malloc(work_bytes);
     bool done = true;
-    if (session->model != c->model || session->whole_from > 0 || session->peaks_until < session->n_tokens) {
-        free(positions);
-        free(work);
-        return dt_fail(error, DT_ERR_ARGUMENT, "calibration needs a session of its model with score reconstruct and DT_EVICT_HELD");
-    }
     if (positions == NULL || work == NULL) {
         free(positions);
         free(work);
@@ -202,13 +211,27 @@ static json_t *short_number(double x) {
     return json_real(isfinite(x) ? round(x * size) / size : 0);
 }
 
-dt_status dt_calibration_config(const dt_calibration *c, int32_t average_cache_size, char **out, dt_error *error) {
+dt_status dt_calibration_config(const dt_calibration *calibration, int32_t average_cache_size, char **out, dt_error *error) {
+    if (DT_LACKS(error, calibration, out)) {
+        return DT_ERR_ARGUMENT;
+    }
+    const dt_calibration *c = calibration;
+    bool any = false;
+    for (int32_t i = 0; i < c->model->info.n_layers; i++) {
+        any = any || c->layer_has[i];
+    }
+    *out = NULL;
+    if (!any) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "nothing has been learned yet; dt_calibration_add comes before");
+    }
+    if (average_cache_size < 1) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "average_cache_size must be at least 1, but is %d", average_cache_size);
+    }
     const dt_model_info *info = &c->model->info;
     const size_t n = (size_t)c->n, bytes = (n * n + 2 * n) * sizeof(double);
     double *work = malloc(bytes), *weights = work != NULL ? work + n * n + n : NULL;
     int64_t total = 0;
     json_t *layers = json_object();
-    *out = NULL;
     for (int32_t i = 0, first = 0; work != NULL && i < info->n_layers; first += info->n_kv_heads[i], i++) {
         json_t *lists = json_array();
         for (int32_t lane = 0; lane < info->n_kv_heads[i]; lane++) {

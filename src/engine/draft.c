@@ -68,6 +68,9 @@ static dt_status look_up(void *user, const int32_t *context, int32_t n, int32_t 
 }
 
 dt_status dt_draft_from_lookup(int32_t max_tokens, dt_draft **out, dt_error *error) {
+    if (DT_LACKS(error, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_status status = dt_draft_from_function(look_up, NULL, max_tokens, false, out, error); /* it learns by itself */
     if (status == DT_OK) {
         (*out)->user = &(*out)->lookup;
@@ -120,6 +123,9 @@ static dt_status ask_model(void *user, const int32_t *context, int32_t n, int32_
 
 dt_status dt_draft_from_model(const dt_model *target, const dt_model *model, const dt_session_params *params, int32_t max_tokens,
                               dt_draft **out, dt_error *error) {
+    if (DT_LACKS(error, target, model, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     dt_status status = dt_model_same_vocabulary(target, model, error);
     if (status == DT_OK) {
         status = dt_draft_from_function(ask_model, NULL, max_tokens, true, out, error);

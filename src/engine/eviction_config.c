@@ -283,6 +283,9 @@ int64_t dt_eviction_least_total(const dt_budget *budgets, int32_t n_layers) {
 }
 
 dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, int32_t min_cache_size, dt_error *error) {
+    if (DT_LACKS(error, eviction)) {
+        return DT_ERR_ARGUMENT;
+    }
     if (max_cache_size < 0 || min_cache_size < -1) {
         return dt_fail(error, DT_ERR_CONFIG, "%s must not be negative, but is %d",
                        max_cache_size < 0 ? "max_cache_size" : "min_cache_size",
@@ -339,6 +342,9 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
 }
 
 dt_status dt_eviction_set_memory_slots(dt_eviction *eviction, int32_t n, dt_error *error) {
+    if (DT_LACKS(error, eviction)) {
+        return DT_ERR_ARGUMENT;
+    }
     if (n < 0 || n > DT_MAX_MEMORY_SLOTS) {
         return dt_fail(error, DT_ERR_CONFIG, "memory_slots must be between 0 and %d, but is %d", DT_MAX_MEMORY_SLOTS, n);
     }
@@ -400,6 +406,9 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
 }
 
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {
+    if (DT_LACKS(error, eviction, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     *out = NULL;
     char range[32];
     int32_t n_runs = 0;
@@ -435,7 +444,7 @@ const dt_budget *dt_eviction_budget(const dt_eviction *eviction, int32_t layer) 
 
 int32_t dt_eviction_total(const dt_eviction *eviction) { return eviction->total_cache_size; }
 
-const char *dt_eviction_name(const dt_eviction *eviction) { return eviction->name; }
+const char *dt_eviction_name(const dt_eviction *eviction) { return eviction != NULL ? eviction->name : ""; }
 
 /* ---- the public functions ---- */
 
@@ -489,6 +498,9 @@ static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction
 }
 
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name, dt_eviction **out, dt_error *error) {
+    if (DT_LACKS(error, model, preset_name, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_model_info *info = dt_model_get_info(model);
     const dt_status status = dt_eviction_config_preset(info->n_layers, preset_name, out, error);
     if (status == DT_OK) {
@@ -499,11 +511,18 @@ dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name
 
 dt_status dt_eviction_from_text(const dt_model *model, const char *name, const char *text, size_t n_bytes, dt_eviction **out,
                                 dt_error *error) {
+    text = n_bytes > 0 ? text : "";
+    if (DT_LACKS(error, model, name, text, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_model_info *info = dt_model_get_info(model);
     return finish(dt_eviction_config_text(info->n_layers, name, text, n_bytes, out, error), info, out, error);
 }
 
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error) {
+    if (DT_LACKS(error, model, path, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_model_info *info = dt_model_get_info(model);
     return finish(dt_eviction_config_file(info->n_layers, path, out, error), info, out, error);
 }
@@ -533,12 +552,21 @@ static bool foretells_anywhere(const dt_eviction *eviction) {
 }
 
 dt_status dt_eviction_observe(const dt_eviction *const *settings, size_t n, dt_eviction **out, dt_error *error) {
+    if (DT_LACKS(error, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     *out = NULL;
     if (n == 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "there are no eviction settings to observe attention for");
     }
+    if (DT_LACKS(error, settings)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_eviction *foretold = NULL;
     for (size_t i = 0; i < n; i++) {
+        if (settings[i] == NULL) {
+            return dt_fail(error, DT_ERR_ARGUMENT, "settings[%zu] of those to observe attention for is NULL", i);
+        }
         if (settings[i]->n_layers != settings[0]->n_layers) {
             return dt_fail(error, DT_ERR_ARGUMENT, "eviction settings for %d and for %d layers are of different models",
                            settings[0]->n_layers, settings[i]->n_layers);

@@ -16,6 +16,9 @@
 
 char *dt_eviction_learned_path(const char *model_path) {
     static const char ending[] = ".gguf", learned[] = ".tlc.json";
+    if (model_path == NULL) {
+        return NULL;
+    }
     size_t n = strlen(model_path);
     n -= n > sizeof ending - 1 && strcmp(model_path + n - (sizeof ending - 1), ending) == 0 ? sizeof ending - 1 : 0;
     char *out = malloc(n + sizeof learned);

@@ -112,6 +112,9 @@ dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft
     dt_generate_result local = {0};
     result = result ? result : &local;
     *result = (dt_generate_result){.n_tokens = 0, .why = DT_STOP_LENGTH};
+    if (DT_LACKS(error, session, sampler)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_status idle = dt_session_check_idle(session, error);
     if (idle != DT_OK) {
         return idle;

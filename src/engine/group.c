@@ -89,7 +89,7 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
 }
 
 dt_status dt_group_new(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error) {
-    return group_new(model, params, false, out, error);
+    return DT_LACKS(error, model, out) ? DT_ERR_ARGUMENT : group_new(model, params, false, out, error);
 }
 
 dt_status dt_group_new_private(const dt_model *model, const dt_group_params *params, dt_group **out, dt_error *error) {
@@ -108,6 +108,10 @@ void dt_group_free(dt_group *group) {
 }
 
 void dt_group_get_stats(const dt_group *group, dt_group_stats *out) {
+    if (group == NULL) {
+        *out = (dt_group_stats){0};
+        return;
+    }
     *out = (dt_group_stats){.n_sessions = group->n_sessions,
                             .n_threads = group->n_threads,
                             .kv_bytes = atomic_load(&group->kv_memory.bytes),
@@ -348,6 +352,9 @@ static dt_status check_step(const dt_group *g, const dt_step *step, dt_error *er
         return dt_fail(error, DT_ERR_ARGUMENT, "the session has two steps at once; put them into steps one after the other");
     }
     s->last_step = g->n_calls;
+    if (step->tokens == NULL) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "a step needs tokens, which is NULL");
+    }
     if (step->n < 1 || step->n > s->chunk || step->n_follow < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "a step appends 1 to %d tokens (n_batch), not %d", s->chunk, step->n);
     }
@@ -379,6 +386,9 @@ static void end_step(dt_step *step, double ms) {
 
 dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_error *error) {
     const int64_t start = dt_clock_us();
+    if (DT_LACKS(error, group) || (n_steps > 0 && DT_LACKS(error, steps))) {
+        return DT_ERR_ARGUMENT;
+    }
     if (n_steps > INT32_MAX) {
         return dt_fail(error, DT_ERR_ARGUMENT, "%zu steps at once are more than %d", n_steps, INT32_MAX);
     }

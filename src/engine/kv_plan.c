@@ -236,6 +236,9 @@ dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_bu
 }
 
 uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
+    if (session == NULL) {
+        return 0;
+    }
     const int32_t n_layers = session->model->info.n_layers;
     dt_session_params params = session->params;
     params.n_ctx = params.n_expected = (int32_t)DT_MIN(DT_MAX(n_tokens, 1), (int64_t)INT32_MAX / 2);

@@ -56,8 +56,12 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
     pthread_once(&logs_once, dt_text_route_logs);
     const dt_model_params defaults = {0};
     params = params ? params : &defaults;
-    if (!path || !out) {
-        return dt_fail(error, DT_ERR_ARGUMENT, "dt_model_open needs a path and a place for the model");
+    if (DT_LACKS(error, path, out)) {
+        return DT_ERR_ARGUMENT;
+    }
+    if (params->n_device_layers < 0 || params->rpc_timeout_s < 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "n_device_layers and rpc_timeout_s can't be negative, but are %d and %d",
+                       params->n_device_layers, params->rpc_timeout_s);
     }
     dt_status status = dt_check_processor(error);
     if (status != DT_OK) {
@@ -89,6 +93,9 @@ dt_status dt_model_open(const char *path, const dt_model_params *params, dt_mode
 }
 
 dt_status dt_devices_describe(char **out, dt_error *error) {
+    if (DT_LACKS(error, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     pthread_once(&logs_once, dt_text_route_logs);
     return dt_devices_list(out, error);
 }
@@ -103,7 +110,7 @@ void dt_model_close(dt_model *model) {
     free(model);
 }
 
-const dt_model_info *dt_model_get_info(const dt_model *model) { return &model->info; }
+const dt_model_info *dt_model_get_info(const dt_model *model) { return model != NULL ? &model->info : NULL; }
 
 /* ---- vocabularies ---- */
 
@@ -151,6 +158,13 @@ static dt_status compare_vocabularies(const dt_vocab *a, const dt_vocab *b, cons
         name_b, name_a, token, show_token(b, token, shown_b, sizeof shown_b), show_token(a, token, shown_a, sizeof shown_a));
 }
 
+/* Token numbers of a model whose vocabulary is unknown may mean anything to one that has a tokenizer. */
+static dt_status fail_no_tokenizer_to_compare(const dt_model *without, const dt_model *with, dt_error *error) {
+    return dt_fail(error, DT_ERR_TOKENIZER,
+                   "%s has no tokenizer, so it can't be told whether its tokens are those of %s; both need one, or neither",
+                   dt_gguf_path(without->gguf), dt_gguf_path(with->gguf));
+}
+
 dt_status dt_model_same_vocabulary(const dt_model *model, const dt_model *other, dt_error *error) {
     if (!model->vocab != !other->vocab) {
         return fail_no_tokenizer_to_compare(model->vocab ? other : model, model->vocab ? model : other, error);
@@ -161,13 +175,6 @@ dt_status dt_model_same_vocabulary(const dt_model *model, const dt_model *other,
     }
     if (!model->vocab) {
         return DT_OK; /* nothing else to compare */
-/* Token numbers of a model whose vocabulary is unknown may mean anything to one that has a tokenizer. */
-static dt_status fail_no_tokenizer_to_compare(const dt_model *without, const dt_model *with, dt_error *error) {
-    return dt_fail(error, DT_ERR_TOKENIZER,
-                   "%s has no tokenizer, so it can't be told whether its tokens are those of %s; both need one, or neither",
-                   dt_gguf_path(without->gguf), dt_gguf_path(with->gguf));
-}
-
     }
     return compare_vocabularies(model->vocab, other->vocab, dt_gguf_path(model->gguf), dt_gguf_path(other->gguf), error);
 }
@@ -188,6 +195,9 @@ static dt_status read_vocabulary(const char *path, dt_vocab **out, dt_error *err
 
 dt_status dt_check_same_vocabulary(const char *path, const char *draft_path, dt_error *error) {
     dt_vocab *a = NULL, *b = NULL;
+    if (DT_LACKS(error, path, draft_path)) {
+        return DT_ERR_ARGUMENT;
+    }
     pthread_once(&logs_once, dt_text_route_logs);
     dt_status status = read_vocabulary(path, &a, error);
     if (status == DT_OK) {
@@ -211,6 +221,10 @@ static dt_status fail_no_tokenizer(const dt_model *model, dt_error *error) {
 
 dt_status dt_tokenize(const dt_model *model, const char *text, size_t n_bytes, bool add_special, bool parse_special,
                       int32_t **out_tokens, size_t *out_n, dt_error *error) {
+    text = n_bytes > 0 ? text : "";
+    if (DT_LACKS(error, model, text, out_tokens, out_n)) {
+        return DT_ERR_ARGUMENT;
+    }
     if (!model->vocab) {
         return fail_no_tokenizer(model, error);
     }
@@ -218,15 +232,23 @@ dt_status dt_tokenize(const dt_model *model, const char *text, size_t n_bytes, b
 }
 
 size_t dt_token_bytes(const dt_model *model, int32_t token, bool special, char *buffer, size_t capacity) {
-    return model->vocab ? dt_vocab_token_bytes(model->vocab, token, special, buffer, capacity) : 0;
+    return model && model->vocab ? dt_vocab_token_bytes(model->vocab, token, special, buffer, capacity) : 0;
 }
 
-bool dt_token_is_end(const dt_model *model, int32_t token) { return model->vocab && dt_vocab_is_end(model->vocab, token); }
+bool dt_token_is_end(const dt_model *model, int32_t token) { return model && model->vocab && dt_vocab_is_end(model->vocab, token); }
 
-int32_t dt_token_start(const dt_model *model) { return model->vocab ? dt_vocab_start(model->vocab) : -1; }
+int32_t dt_token_start(const dt_model *model) { return model && model->vocab ? dt_vocab_start(model->vocab) : -1; }
 
 dt_status dt_chat_render(const dt_model *model, const char *template_name, const dt_chat_message *messages, size_t n_messages,
                          bool add_assistant, char **out, dt_error *error) {
+    if (DT_LACKS(error, model, out) || (n_messages > 0 && DT_LACKS(error, messages))) {
+        return DT_ERR_ARGUMENT;
+    }
+    for (size_t i = 0; i < n_messages; i++) {
+        if (!messages[i].role || !messages[i].content) {
+            return dt_fail(error, DT_ERR_ARGUMENT, "messages[%zu] of the chat has no %s", i, messages[i].role ? "content" : "role");
+        }
+    }
     if (!model->vocab) {
         return fail_no_tokenizer(model, error);
     }
@@ -234,6 +256,9 @@ dt_status dt_chat_render(const dt_model *model, const char *template_name, const
 }
 
 dt_status dt_sampler_new(const dt_model *model, const dt_sampler_params *params, dt_sampler **out, dt_error *error) {
+    if (DT_LACKS(error, model, params, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     const bool needs_vocab = params->grammar || params->json_schema || params->ignore_end;
     if (needs_vocab && !model->vocab) {
         return fail_no_tokenizer(model, error);

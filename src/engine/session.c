@@ -27,8 +27,11 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     dt_session_params *p = &s->params;
     const dt_model_info *info = dt_model_get_info(s->model);
     *p = params ? *params : defaults;
-    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0) {
-        return dt_fail(error, DT_ERR_ARGUMENT, "context length, batch size and threads can't be negative");
+    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0 ||
+        p->kv_block_tokens < 0) {
+        return dt_fail(error, DT_ERR_ARGUMENT,
+                       "n_ctx, n_batch, n_threads, n_threads_batch, kv_block_tokens and n_expected can't be negative; 0 stands for "
+                       "the default");
     }
     if ((unsigned)p->kv_type > DT_KV_INT8 || (unsigned)p->prefill > DT_PREFILL_STREAMING || (unsigned)p->evict > DT_EVICT_HELD) {
         return dt_fail(error, DT_ERR_ARGUMENT,
@@ -229,7 +232,7 @@ static dt_status session_new(const dt_model *model, const dt_session_params *par
 }
 
 dt_status dt_session_new(const dt_model *model, const dt_session_params *params, dt_session **out, dt_error *error) {
-    return session_new(model, params, NULL, out, error);
+    return DT_LACKS(error, model, out) ? DT_ERR_ARGUMENT : session_new(model, params, NULL, out, error);
 }
 
 static size_t token_bytes(const dt_session *s) { return (size_t)s->token_capacity * sizeof *s->tokens; }
@@ -510,6 +513,9 @@ static dt_status copy_conversation(dt_session *s, const dt_session *from, dt_err
 }
 
 dt_status dt_session_fork(const dt_session *from, const dt_eviction *eviction, dt_evict evict, dt_session **out, dt_error *error) {
+    if (DT_LACKS(error, from, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     dt_session_params params = from->params;
     const dt_status idle = dt_session_check_idle(from, error);
     if (idle != DT_OK) {
@@ -644,6 +650,9 @@ dt_status dt_session_check_room(const dt_session *s, int64_t n_more, dt_error *e
 
 dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error) {
     dt_session *s = session;
+    if (DT_LACKS(error, session, result) || (n > 0 && DT_LACKS(error, tokens))) {
+        return DT_ERR_ARGUMENT;
+    }
     *result = (dt_sync_result){.how = DT_SYNC_NOTHING};
     const dt_status idle = dt_session_check_idle(s, error);
     if (idle != DT_OK) {
@@ -719,6 +728,9 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
 
 dt_status dt_session_append(dt_session *session, int32_t token, dt_error *error) {
     dt_session *s = session;
+    if (DT_LACKS(error, session)) {
+        return DT_ERR_ARGUMENT;
+    }
     if (s->n_tokens >= s->max_tokens) {
         return dt_fail(error, DT_ERR_LIMIT, "the context of %d tokens is full (-c); the model was trained with %d", s->max_tokens,
                        s->model->info.n_ctx_train);
@@ -738,6 +750,13 @@ dt_status dt_session_append(dt_session *session, int32_t token, dt_error *error)
 
 dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n, dt_logits_fn fn, void *user, dt_error *error) {
     dt_session *s = session;
+    if (DT_LACKS(error, session) || (n > 0 && DT_LACKS(error, tokens))) {
+        return DT_ERR_ARGUMENT;
+    }
+    if (fn == NULL) {
+        return dt_fail(error, DT_ERR_ARGUMENT,
+                       "dt_session_score needs fn, which is NULL; where nobody wants the logits, dt_session_sync reads the text");
+    }
     if (n > (size_t)(s->max_tokens - s->n_tokens)) {
         return dt_fail(error, DT_ERR_LIMIT, "%zu more tokens after %d don't fit into a context of %d (-c)", n, s->n_tokens,
                        s->max_tokens);
@@ -766,6 +785,9 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
 }
 
 dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error) {
+    if (DT_LACKS(error, session)) {
+        return DT_ERR_ARGUMENT;
+    }
     dt_session *s = session;
     const dt_model_info *info = &s->model->info;
     if (s->n_tokens > 0 || n < 1 || n > s->max_tokens) {

@@ -92,7 +92,7 @@ static dt_status read_header(reader *r) {
 
 int64_t dt_session_file_tokens(const char *path) {
     dt_session_header header = {.version = 0};
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    const int file = path != NULL ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     const bool whole = file >= 0 && read(file, &header, sizeof header) == (ssize_t)sizeof header;
     if (file >= 0) {
         close(file);
@@ -501,6 +501,9 @@ static dt_status map_file(reader *r, dt_error *error) {
 dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error) {
     reader r = {.session = session, .path = path, .error = error};
     loaded l = {0};
+    if (DT_LACKS(error, session, path)) {
+        return DT_ERR_ARGUMENT;
+    }
     dt_status status = dt_session_check_idle(session, error);
     if (status == DT_OK) {
         status = map_file(&r, error);

@@ -135,6 +135,9 @@ static void put_all(writer *w, const dt_session *s, const dt_sampler *sampler, v
 }
 
 dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, const char *path, dt_error *error) {
+    if (DT_LACKS(error, session, path)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_status idle = dt_session_check_idle(session, error);
     if (idle != DT_OK) {
         return idle;
@@ -160,6 +163,9 @@ dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, 
 }
 
 dt_status dt_session_check_save(const dt_session *session, const char *path, int64_t n_tokens, dt_error *error) {
+    if (DT_LACKS(error, path)) {
+        return DT_ERR_ARGUMENT;
+    }
     if (session == NULL) {
         return dt_replace_check(path, 0, error);
     }
@@ -191,6 +197,9 @@ dt_status dt_session_check_save(const dt_session *session, const char *path, int
 /* ---- the application's note ---- */
 
 dt_status dt_session_set_note(dt_session *session, const void *bytes, size_t n, dt_error *error) {
+    if (DT_LACKS(error, session) || (n > 0 && DT_LACKS(error, bytes))) {
+        return DT_ERR_ARGUMENT;
+    }
     void *copy = n > 0 ? malloc(n) : NULL;
     if (n > 0 && copy == NULL) {
         return dt_fail_memory(error, n, "the session's note");
@@ -205,6 +214,6 @@ dt_status dt_session_set_note(dt_session *session, const void *bytes, size_t n, 
 }
 
 const void *dt_session_note(const dt_session *session, size_t *out_n) {
-    *out_n = session->note_bytes;
-    return session->note;
+    *out_n = session != NULL ? session->note_bytes : 0;
+    return session != NULL ? session->note : NULL;
 }

@@ -13,11 +13,11 @@ const dt_model *dt_session_model(const dt_session *session) { return session->mo
 
 dt_kv *dt_session_kv(dt_session *session) { return session->kv; }
 
-const float *dt_session_logits(const dt_session *session) { return session->logits; }
+const float *dt_session_logits(const dt_session *session) { return session != NULL ? session->logits : NULL; }
 
 const int32_t *dt_session_tokens(const dt_session *session, size_t *out_n) {
-    *out_n = (size_t)session->n_tokens;
-    return session->tokens;
+    *out_n = session != NULL ? (size_t)session->n_tokens : 0;
+    return session != NULL ? session->tokens : NULL;
 }
 
 static uint64_t step_bytes(const dt_session *s) {
@@ -31,6 +31,10 @@ static uint64_t step_bytes(const dt_session *s) {
 }
 
 void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
+    if (session == NULL) {
+        *out = (dt_session_stats){.kernel = ""};
+        return;
+    }
     *out = session->stats;
     out->kernel = session->group->kernel_name;
     out->n_tokens = session->n_tokens;
@@ -51,6 +55,9 @@ static dt_status check_layer(const dt_session *session, int32_t layer, dt_error 
 }
 
 dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, dt_layer_stats *out) {
+    if (DT_LACKS(NULL, session, out)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_status status = check_layer(session, layer, NULL);
     if (status != DT_OK) {
         return status;
@@ -132,6 +139,9 @@ dt_status dt_session_kept_positions(const dt_session *session, int32_t layer, in
                                     dt_error *error) {
     kept_entry *entries = NULL;
     bool is_observed;
+    if (DT_LACKS(error, session, out, out_n)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_status status = sorted_entries(session, layer, kv_head, &entries, out_n, &is_observed, error);
     if (status == DT_OK) {
         *out = take_column(entries, *out_n, offsetof(kept_entry, position));
@@ -143,6 +153,9 @@ dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t
                                dt_error *error) {
     kept_entry *entries = NULL;
     bool is_observed;
+    if (DT_LACKS(error, session, out, out_n)) {
+        return DT_ERR_ARGUMENT;
+    }
     const dt_status status = sorted_entries(session, layer, kv_head, &entries, out_n, &is_observed, error);
     if (status != DT_OK) {
         return status;
@@ -155,4 +168,6 @@ dt_status dt_session_kept_mass(const dt_session *session, int32_t layer, int32_t
     return DT_OK;
 }
 
-dt_status dt_session_check(const dt_session *session, dt_error *error) { return dt_kv_check(session->kv, error); }
+dt_status dt_session_check(const dt_session *session, dt_error *error) {
+    return DT_LACKS(error, session) ? DT_ERR_ARGUMENT : dt_kv_check(session->kv, error);
+}

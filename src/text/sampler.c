@@ -150,7 +150,7 @@ void dt_sampler_free(dt_sampler *sampler) {
     free(sampler);
 }
 
-uint32_t dt_sampler_seed(const dt_sampler *sampler) { return sampler->seed; }
+uint32_t dt_sampler_seed(const dt_sampler *sampler) { return sampler != NULL ? sampler->seed : 0; }
 
 dt_sampler_state dt_sampler_get_state(const dt_sampler *sampler) {
     return (dt_sampler_state){.seed = sampler->seed, .n_draws = sampler->n_draws};
@@ -331,6 +331,9 @@ static dt_status grammar_permits(dt_sampler *sampler, int32_t token, bool *out, 
 
 dt_status dt_sampler_sample(dt_sampler *sampler, const float *logits, int32_t *out_token, float *out_probability, dt_error *error) {
     float maximum;
+    if (DT_LACKS(error, sampler, out_token)) {
+        return DT_ERR_ARGUMENT;
+    }
     if (logits == NULL) {
         return dt_fail(error, DT_ERR_ARGUMENT, "there are no logits to draw from; give the session a text first");
     }
@@ -363,6 +366,9 @@ dt_status dt_sampler_sample(dt_sampler *sampler, const float *logits, int32_t *o
 }
 
 dt_status dt_sampler_accept(dt_sampler *sampler, int32_t token, bool from_model, dt_error *error) {
+    if (DT_LACKS(error, sampler)) {
+        return DT_ERR_ARGUMENT;
+    }
     if (token < 0 || token >= sampler->n_logits) {
         return dt_fail(error, DT_ERR_ARGUMENT, "there is no token %d; the vocabulary has %d", token, sampler->n_logits);
     }
