@@ -22,6 +22,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #define PATH_BYTES 4096
@@ -225,17 +226,47 @@ static uint64_t disk_bytes(const dt_conversations *all) {
     return bytes;
 }
 
-/* Deletes the files of the least recently used until the folder keeps its limit, with so many bytes more in it. */
-static void limit_folder(dt_conversations *all, const dt_conversation *except, uint64_t more) {
-    while (disk_bytes(all) + more > all->params.disk_bytes) {
-        dt_conversation *oldest = NULL;
-        for (size_t i = 0; i < all->n; i++) {
-            dt_conversation *c = all->list[i];
-            const bool may_go = c->file_bytes > 0 && c != except && !c->held && !c->saving;
-            oldest = may_go && (oldest == NULL || c->last_used < oldest->last_used) ? c : oldest;
+/* Bytes that the folder's disk has left. */
+static uint64_t free_bytes(const dt_conversations *all) {
+    struct statvfs disk;
+    return statvfs(all->folder, &disk) == 0 ? (uint64_t)disk.f_bavail * disk.f_frsize : UINT64_MAX;
+}
+
+/* The least recently used whose files may go for c's (NULL: for nobody's); *out_bytes: of the files of all these. */
+static dt_conversation *oldest_on_disk(const dt_conversations *all, const dt_conversation *c, uint64_t *out_bytes) {
+    dt_conversation *oldest = NULL;
+    *out_bytes = 0;
+    for (size_t i = 0; i < all->n; i++) {
+        dt_conversation *other = all->list[i];
+        const bool may_go =
+            other->file_bytes > 0 && other != c && !other->held && !other->saving && (c == NULL || other->last_used < c->last_used);
+        oldest = may_go && (oldest == NULL || other->last_used < oldest->last_used) ? other : oldest;
+        *out_bytes += may_go ? other->file_bytes : 0;
+    }
+    return oldest;
+}
+
+/* Deletes files, those that were used longest ago first, until the folder keeps its limit with so many bytes of c in it (NULL: as
+ * it is), and, where they are yet to be written, the disk has room for them. What was used after c stays, and so does everything
+ * where the disk would have no room even then. False: what stays leaves no room within the limit. */
+static bool limit_folder(dt_conversations *all, const dt_conversation *c, uint64_t bytes) {
+    const uint64_t own = c != NULL ? c->file_bytes : 0, limit = all->params.disk_bytes;
+    const bool to_write = c != NULL && !dt_conversations_is_saved(c);
+    for (;;) {
+        uint64_t may_go = 0;
+        dt_conversation *oldest = oldest_on_disk(all, c, &may_go);
+        const uint64_t others = disk_bytes(all) - own, room = to_write ? free_bytes(all) : UINT64_MAX;
+        const bool over = others + bytes > limit, full = bytes > room && bytes - room <= may_go;
+        if (over && others > may_go && others - may_go + bytes > limit) {
+            return false;
         }
-        if (oldest == NULL) {
-            return;
+        if (oldest == NULL || !(over || full)) {
+            return true;
+        }
+        if (!over && !all->told_full) {
+            all->told_full = true;
+            dt_report(DT_LOG_WARN, "the disk of %s is full; from now on conversations there that were used longest ago make room",
+                      all->folder);
         }
         dt_conversations_delete_files(all, oldest);
         if (oldest->session == NULL) {
@@ -308,30 +339,41 @@ static void sort_found(dt_conversations *all) {
     }
 }
 
-dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
-    const char *name = all->params.folder;
+/* Makes the folder where it isn't there, and locks it. *out_lock: descriptor, to be closed also on failure where it is >= 0. */
+static dt_status lock_folder(const char *name, int *out_lock, dt_error *error) {
     char path[PATH_BYTES];
-    all->folder = strdup(name);
-    const int n = snprintf(path, sizeof path, "%s/lock", name);
-    if (all->folder == NULL || n >= (int)sizeof path) {
+    if (snprintf(path, sizeof path, "%s/lock", name) >= (int)sizeof path) {
         return dt_app_fail(error, DT_ERR_MEMORY, "the name of the folder for conversations is too long");
     }
     if (mkdir(name, 0700) != 0 && errno != EEXIST) {
         return dt_app_fail(error, DT_ERR_IO, "the folder for conversations %s can't be made: %s", name, strerror(errno));
     }
-    all->folder_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
-    if (all->folder_lock < 0) {
+    *out_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+    if (*out_lock < 0) {
         return dt_app_fail(error, DT_ERR_IO, "the folder for conversations %s can't be written: %s", name, strerror(errno));
     }
-    if (flock(all->folder_lock, LOCK_EX | LOCK_NB) != 0) {
+    if (flock(*out_lock, LOCK_EX | LOCK_NB) != 0) {
         char holder[64];
-        dt_file_lock_holder(all->folder_lock, holder, sizeof holder);
+        dt_file_lock_holder(*out_lock, holder, sizeof holder);
         return dt_app_fail(error, DT_ERR_IO, "the folder for conversations %s is in use by %s; name another one", name, holder);
     }
-    if (!dt_file_lock_is_one(all->folder_lock)) {
+    if (!dt_file_lock_is_one(*out_lock)) {
         return dt_app_fail(error, DT_ERR_IO, "%s is no lock file of this program; rename it, or name another folder", path);
     }
-    dt_file_lock_sign(all->folder_lock);
+    dt_file_lock_sign(*out_lock);
+    return DT_OK;
+}
+
+dt_status dt_conversations_open_folder(dt_conversations *all, dt_error *error) {
+    const char *name = all->params.folder;
+    all->folder = strdup(name);
+    if (all->folder == NULL) {
+        return dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the name of the folder for conversations");
+    }
+    const dt_status status = lock_folder(name, &all->folder_lock, error);
+    if (status != DT_OK) {
+        return status;
+    }
     all->next_id = 1;
     DIR *folder = opendir(name);
     if (folder != NULL) {
@@ -361,15 +403,58 @@ static bool copy_tokens(dt_conversation *c) {
     return copy != NULL || c->text != NULL;
 }
 
+/* Files that somebody removed are not those of a conversation any more. */
+static void forget_lost_files(dt_conversations *all) {
+    char path[PATH_BYTES];
+    for (size_t i = all->n; i-- > 0;) {
+        dt_conversation *c = all->list[i];
+        if (c->file_bytes == 0 || c->held || c->saving || !path_of(all, c->id, ".session", path) || access(path, F_OK) == 0) {
+            continue;
+        }
+        c->file_bytes = 0;
+        c->n_saved = 0;
+        if (c->session == NULL) {
+            dt_conversations_remove(all, c);
+            all->stats.n_dropped++;
+        }
+    }
+}
+
+/* Where the folder, or our lock in it, was removed under the server it is made anew. */
+static bool has_folder(dt_conversations *all) {
+    char path[PATH_BYTES];
+    dt_error error = {0};
+    int lock = -1;
+    snprintf(path, sizeof path, "%s/lock", all->folder);
+    if (access(path, F_OK) == 0) {
+        return true;
+    }
+    if (lock_folder(all->folder, &lock, &error) != DT_OK) {
+        dt_report(DT_LOG_WARN, "a conversation can't be saved: %s", error.message);
+        if (lock >= 0) {
+            close(lock);
+        }
+        return false;
+    }
+    dt_report(DT_LOG_WARN, "the folder for conversations %s was removed, or its lock; it is made anew", all->folder);
+    close(all->folder_lock);
+    all->folder_lock = lock;
+    forget_lost_files(all);
+    return true;
+}
+
+/* What c's files may come to. */
+static uint64_t bytes_to_write(const dt_conversations *all, const dt_conversation *c) {
+    const size_t n_vocab = (size_t)dt_model_get_info(all->params.model)->n_vocab; /* logits; then tokens in both, and the text */
+    return c->kv_bytes + n_vocab * sizeof(float) + 16 * c->n_computed + 2 * c->n_text;
+}
+
 /* Whether there is something to write, and c says what: then write_files has what it needs, and there is room for it. */
 static bool begin_save(dt_conversations *all, dt_conversation *c) {
     size_t n = 0;
     dt_session_tokens(c->session, &n);
     c->n_computed = n;
-    c->not_savable = n < SAVE_MIN_TOKENS || !copy_tokens(c);
-    if (!c->not_savable) {
-        limit_folder(all, c, c->kv_bytes);
-    }
+    c->not_savable = n < SAVE_MIN_TOKENS || !copy_tokens(c) || !has_folder(all) || !limit_folder(all, c, bytes_to_write(all, c));
     return !c->not_savable;
 }
 
@@ -403,7 +488,7 @@ static bool end_save(dt_conversations *all, dt_conversation *c, uint64_t file_by
     }
     c->n_saved = c->n_computed;
     c->file_bytes = file_bytes;
-    limit_folder(all, c, 0);
+    limit_folder(all, c, file_bytes);
     return true;
 }
 

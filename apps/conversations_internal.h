@@ -40,6 +40,7 @@ struct dt_conversations {
     dt_conversations_params params;
     char *folder;       /* own copy, or NULL */
     int folder_lock;    /* descriptor, -1 = none */
+    bool told_full;     /* that the disk has no room for more */
     char identity[256]; /* of the model: token ids mean nothing with another */
     pthread_mutex_t lock;
     dt_conversation **list; /* [n] in no order */

@@ -172,6 +172,27 @@ def test_converting_onto_a_full_disk(small_disk, tokenizers, tmp_path):
     hf_families.make("llama2", folder, tokenizers)
     fill(small_disk, 20000)
     result = run(sys.executable, os.path.join(ROOT, "convert.py"), "--pytorch_model_path", folder, "--outfile", small_disk / "o.gguf")
+@needs_server
+def test_newer_conversations_on_a_full_disk(model, small_disk, tmp_path):
+    """Those that were used longest ago make room for them; where they can't, they stay."""
+    folder = small_disk / "kept"
+
+    def ask(server, n, words=60):
+        return server.complete(prompt=f"{n} " * words, max_tokens=2)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with serving(model, tmp_path, "--session-dir", str(folder), "--idle", "0", "-b", "64", "--kernel", "reference") as server:
+        ask(server, 0)
+        size = sum(path.stat().st_size for path in folder.glob("conversation-*"))
+        assert size > 0
+        fill(small_disk, 4 * size)
+        assert [ask(server, n) for n in range(1, 9)] == [0] * 8
+        assert ask(server, 8) > 0 and ask(server, 0) == 0
+        kept = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+        ask(server, 9, 400)  # more than all of them, and what is left
+        assert kept == {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+    assert (tmp_path / "server.log").read_bytes().count(b"is full; from now on") == 1
+
+
     assert result.returncode == 1 and "disk" in error_of(result)
     assert os.listdir(small_disk) == ["ballast"]
 

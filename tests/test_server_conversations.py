@@ -98,6 +98,27 @@ def test_tokens_behind_a_text(model, tmp_path):
         assert cached(server.complete(prompt=ids + [9] * 8, max_tokens=1)) >= len(ids)
 
 
+def test_a_folder_that_is_removed(model, tmp_path):
+    """It is made anew at the next save, and what was in it is computed again; where that can't be, the log says why."""
+    folder = tmp_path / "place/kept"
+    folder.parent.mkdir()
+    log = tmp_path / "server.log"
+    with serving(model, tmp_path, *FLAGS, "--idle", "0", "--session-dir", str(folder)) as server:
+        server.complete(prompt=noise(200, 1), max_tokens=4)
+        shutil.rmtree(folder)
+        server.complete(prompt=noise(200, 2), max_tokens=4)
+        assert server.metrics()[ON_DISK] == 1 and len(list(folder.glob("*.session"))) == 1 and (folder / "lock").exists()
+        assert cached(server.complete(prompt=noise(200, 1) + [9], max_tokens=4)) == 0
+        assert cached(server.complete(prompt=noise(200, 2) + [9], max_tokens=4)) >= 200
+        second = subprocess.run([SERVER, "-m", model, "--port", "0", "--session-dir", str(folder)], capture_output=True, timeout=60)
+        assert second.returncode == 2 and b"in use by process" in second.stderr
+        shutil.rmtree(folder.parent)
+        server.complete(prompt=noise(200, 3), max_tokens=4)
+        assert server.ask("/health")[0] == 200 and not folder.parent.exists()
+    told = log.read_bytes()
+    assert told.count(b"it is made anew") == 1 and b"kept can't be made: No such file or directory" in told, told
+
+
 def test_files_of_other_settings(model, tmp_path):
     """What another --kv-type or version left, or what can't be read, is told of, stays, and comes back with its settings."""
     folder, prompt = tmp_path / "kept", noise(200)
