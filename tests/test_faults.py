@@ -137,6 +137,14 @@ def test_quantizing_to_no_place(model, tmp_path, place, cause):
     assert os.listdir(tmp_path) == ["link.gguf"]
 
 
+@pytest.mark.parametrize("n", [4, 5])
+def test_quantizing_with_few_files_open(model, tmp_path, n):
+    """The limit is named, also where libllama meets it."""
+    result = run("/bin/sh", "-c", f'ulimit -n {n}; exec "$0" "$@"', QUANTIZE, model, tmp_path / "out.gguf", "Q8_0")
+    assert result.returncode == 1 and "Too many open files" in error_of(result), result.stderr
+    assert os.listdir(tmp_path) == []
+
+
 def test_batch_onto_a_full_disk(model, small_disk, tmp_path):
     """It stops with the cause; with room again, the same command goes on, and every row has one line."""
     jobs, output = rows(tmp_path / "jobs.jsonl", 40), small_disk / "out.jsonl"
@@ -164,14 +172,6 @@ def test_conversations_onto_a_full_disk(model, small_disk, tmp_path):
     assert [name for name in os.listdir(folder) if name.endswith((".deeptutor", ".part"))] == []
 
 
-def test_converting_onto_a_full_disk(small_disk, tokenizers, tmp_path):
-    import hf_families
-
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    hf_families.make("llama2", folder, tokenizers)
-    fill(small_disk, 20000)
-    result = run(sys.executable, os.path.join(ROOT, "convert.py"), "--pytorch_model_path", folder, "--outfile", small_disk / "o.gguf")
 @needs_server
 def test_newer_conversations_on_a_full_disk(model, small_disk, tmp_path):
     """Those that were used longest ago make room for them; where they can't, they stay."""
@@ -193,6 +193,14 @@ def test_newer_conversations_on_a_full_disk(model, small_disk, tmp_path):
     assert (tmp_path / "server.log").read_bytes().count(b"is full; from now on") == 1
 
 
+def test_converting_onto_a_full_disk(small_disk, tokenizers, tmp_path):
+    import hf_families
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    hf_families.make("llama2", folder, tokenizers)
+    fill(small_disk, 20000)
+    result = run(sys.executable, os.path.join(ROOT, "convert.py"), "--pytorch_model_path", folder, "--outfile", small_disk / "o.gguf")
     assert result.returncode == 1 and "disk" in error_of(result)
     assert os.listdir(small_disk) == ["ballast"]
 

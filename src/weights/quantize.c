@@ -201,6 +201,10 @@ static dt_status tell_failure(const dt_quantize_params *params, const char *temp
         return dt_fail(error, DT_ERR_MEMORY, "out of memory while %s was quantized; close other programs, or use fewer threads",
                        params->input);
     }
+    if (l->reason == EMFILE || l->reason == ENFILE) { /* libllama says at most "iostream error" */
+        return dt_fail(error, DT_ERR_IO, "%s could not be quantized: %s; raise the limit (ulimit -n)", params->input,
+                       strerror(l->reason));
+    }
     return dt_fail(error, DT_ERR_IO, "%s could not be quantized to %s: %s", params->input, params->type,
                    l->last_error[0] != 0 ? l->last_error : "no reason given");
 }
