@@ -11,6 +11,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include "bandwidth.h"
+#include "fail.h"
 #include "guard.h"
 #include "json_parts.h"
 #include "options.h"
@@ -545,6 +546,7 @@ static int run(void *user) {
     dt_model_params model_params;
     dt_shared_options_model(&o->shared, &model_params);
     model_params.no_tokenizer = true;
+    bool measuring = false;
     dt_status status = dt_model_open(o->shared.model, &model_params, &b->model, &error);
     if (status == DT_OK) {
         status = dt_shared_options_eviction(&o->shared, b->model, &b->eviction, &error);
@@ -559,26 +561,25 @@ static int run(void *user) {
         dt_session_params params;
         dt_shared_options_session(&o->shared, &params);
         b->bandwidth = dt_read_bandwidth(params.n_threads > 0 ? params.n_threads : dt_default_threads());
+        measuring = true;
         status = measure_all(b, &error);
     }
     if (status == DT_OK) {
         if (o->output == 2 && !print_json(b)) {
-            snprintf(error.message, sizeof error.message, "out of memory for the table");
-            status = DT_ERR_MEMORY;
+            status = dt_app_fail(&error, DT_ERR_MEMORY, "out of memory for the table");
         } else if (o->output != 2) {
             (o->output == 0 ? print_markdown : print_csv)(b);
         }
         const dt_status written = dt_report_flush_table(&error);
         status = written != DT_OK ? written : status;
     }
-    if (status != DT_OK) {
-        dt_report(DT_LOG_ERROR, "%s", error.message);
-    }
-    const bool usage = b->model != NULL && (status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG);
+    /* a session's settings are looked at when it is made, for each depth */
+    const bool usage = b->model != NULL && (!measuring || status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG);
+    const int exit_code = status == DT_OK ? 0 : dt_report_failure(&error, usage);
     free(b->tokens);
     dt_eviction_free(b->eviction);
     dt_model_close(b->model);
-    return status == DT_OK ? 0 : usage ? 2 : 1;
+    return exit_code;
 }
 
 int main(int argc, char **argv) {

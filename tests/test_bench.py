@@ -106,6 +106,14 @@ def test_table_that_cant_be_written(model):
     assert result.returncode == 1 and "error: the table can't be written" in result.stderr, result.stderr
 
 
+def test_a_file_that_is_not_there(model, tmp_path):
+    """Settings that the command line names are its fault; a model that can't be opened is none."""
+    config = ["-m", model, "--cache-eviction", "--eviction-config", tmp_path / "none.json"]
+    for code, args in ((2, config), (1, ["-m", tmp_path / "none"])):
+        result = bench(*map(str, args))
+        assert result.returncode == code and result.stdout == "" and "none" in result.stderr, result.stderr
+
+
 @pytest.mark.parametrize("args", [["-d", "64,0"], ["-d", ""], ["-d", "0,x"], ["-r", "0"], ["--max-cache-size", "32"],
                                   ["-p", "0", "-n", "0"], ["--parallel", "2", "-n", "0"], ["--no-compare"],
                                   ["-d", "0,900", "-c", "512"]])
