@@ -212,6 +212,17 @@ def lock(scratch):
     return file
 
 
+def lock_results(folder):
+    """Likewise: each run writes all rows of the table as it found it, and would take away what another has added since. The folder
+    itself is locked, where nothing is to be left."""
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"another original.py writes its results into {folder}; wait until it ends, or name another folder with -o")
+    except OSError:  # a file system without locks
+        pass
+
+
 class Journal:
     """What was measured of a shape, kept on disk until all of it is: hours of measuring survive a run that is broken off."""
 
@@ -417,6 +428,7 @@ def main():
     output = folder / f"original-t{args.threads}"
     check(args, output, [SHAPES[name] for name in args.shapes.split(",")])
     held = lock(args.scratch)
+    lock_results(folder)
     shapes = read_rows(Path(f"{output}.csv"))
     bench = None if args.no_llama else args.llama_bench or peers.build_peer("llama-bench")
     for name in args.shapes.split(","):

@@ -152,6 +152,18 @@ def test_a_scratch_folder_in_use(tmp_path):
     assert run.returncode == 2 and "original.py, process 4711" in stderr and stderr.count("\n") == 1, stderr
 
 
+def test_a_folder_of_results_in_use(tmp_path):
+    """By a run that makes its models elsewhere."""
+    (tmp_path / "out").mkdir()
+    other = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    run = start(tmp_path, "--no-llama", "-t", 1, "--bench", BENCH)
+    stderr = run.communicate(timeout=300)[1]
+    os.close(other)
+    assert run.returncode == 2 and f"results into {tmp_path / 'out'}" in stderr and stderr.count("\n") == 1, stderr
+    assert os.listdir(tmp_path / "out") == []
+
+
 def test_the_journal_knows_its_model(tmp_path):
     """Other bytes under the same name, or something newly learned about them, are another model."""
     sys.path.insert(0, str(ROOT / "bench"))
