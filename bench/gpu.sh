@@ -5,6 +5,7 @@
 # environment: DT_BUILD=DIR   programs and tests of another build than build/
 #              DT_DEPTHS=N,N  other depths
 set -eu
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 model=${1:?usage: bash bench/gpu.sh MODEL.gguf [DEVICE]}
 device=${2:-cuda}

@@ -5,6 +5,7 @@
 set -euo pipefail
 url=${1:-http://127.0.0.1:8080}
 output=$(realpath -m "${2:-build-lm_eval}")
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 model=$(curl --silent --show-error --fail-with-body "$url/v1/models" | python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
 # the data lies here, so nothing is asked of the network

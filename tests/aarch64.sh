@@ -7,6 +7,7 @@
 # unpacked into the build folder, nothing is installed. Headers of ggml and libllama come from the unpacked source of the normal
 # build; without one, what includes them is left out and said so. Exit code 77: something needed is missing, named on stderr.
 set -eu
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 build=${1:-build-aarch64}
 cc=aarch64-linux-gnu-gcc cxx=aarch64-linux-gnu-g++

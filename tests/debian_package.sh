@@ -7,6 +7,7 @@
 # Needs debootstrap, the network, and the small model (bash run.sh --model; DT_TEST_MODEL names another); qemu-user for the processors.
 set -eu -o pipefail
 package=$(realpath "${1:?usage: sudo bash tests/debian_package.sh FILE.deb}")
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 . tests/support/debian_root.sh
 model=${DT_TEST_MODEL:-models/SmolLM2-135M-Instruct.Q4_1.gguf}

@@ -8,6 +8,7 @@
 # the file, with a name that says what it is, under tests/fuzz/regressions/NAME, where ctest goes through it. The same file again:
 #   build-fuzz/tests/fuzz/fuzz_NAME FILE
 set -u
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 seconds=${1:-60}
 shift || true

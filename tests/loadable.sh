@@ -3,6 +3,7 @@
 # after the installed tree was moved, never load one from the current folder, and compute what the other build does. Builds in
 # build-loadable/. DT_LOADABLE_OPTIONS="-DDT_VULKAN=ON" puts a backend beside the CPU's.
 set -eu
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 tree=build-loadable
 # shellcheck disable=SC2086

@@ -8,6 +8,7 @@
 # 10 minutes on 2 idle cores, 3 GB of disk below ${TMPDIR:-/var/tmp}. What is tried is the last commit. DT_NEWCOMER_CCACHE=DIR spares
 # compiling where a tree of this machine filled that ccache: the road is the same then but for ccache and ninja, which are installed too.
 set -eu -o pipefail
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 . tests/support/debian_root.sh
 

@@ -7,6 +7,7 @@
 # what bash run.sh --test needs.
 # ggml and libllama are built without sanitizers. Should they make noise: tests/support/lsan.supp and tsan.supp, with the reason.
 set -u
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 kinds="address,undefined thread"
 case ${1:-} in address* | undefined* | thread*) kinds=$1; shift ;; esac

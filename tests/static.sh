@@ -7,6 +7,7 @@
 # the warnings of the build as errors, -O2 so that gcc follows values. DT_STATIC_FILES=PATTERN (of grep -E): only files like that. All
 # but cppcheck need build/, configured and built once (bash run.sh). Exit code 77: a tool is missing, or build/; the others were run.
 set -u
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 jobs=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 pattern=${DT_STATIC_FILES:-.}

@@ -68,6 +68,15 @@ def test_library_prints_and_exits_nowhere():
     assert set(found) <= {"amx.c: _exit"}
 
 
+def test_scripts_find_their_folder():
+    """cd "$(dirname "$0")/.." goes to another one where CDPATH names a folder that has one of that name."""
+    scripts = [path for folder in (".", ".ci", "bench", "examples", "tests", "tests/support") for path in (ROOT / folder).iterdir()
+               if path.suffix == ".sh" or path == ROOT / ".ci/run"]
+    going = [path for path in scripts if re.search(r'^ *cd "?\$\(dirname', path.read_text(), re.M)]
+    assert len(going) > 10
+    assert [path.name for path in going if not re.search(r"^unset CDPATH\b.*\n *cd ", path.read_text(), re.M)] == []
+
+
 def functions(path):
     """Name and lines of each function: it begins in the first column and ends with a brace there."""
     begun, name = None, ""

@@ -6,6 +6,7 @@
 # valgrind knows no AVX-512, so the tree build-valgrind is compiled for any machine with AVX2, and our kernels, which are chosen at run
 # time, ask what valgrind's processor has. Exit code 77: valgrind is missing.
 set -eu
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 command -v valgrind >/dev/null || { echo "valgrind: it is missing: sudo apt-get install valgrind" >&2; exit 77; }
 model=${1:-models/SmolLM2-135M-Instruct.Q4_1.gguf}

@@ -3,6 +3,7 @@
 # ggml's shaders takes a while, and so does Mesa for some of them: half an hour in all. Debian: apt-get install mesa-vulkan-drivers
 # libvulkan-dev glslc spirv-headers, the drivers with -t bookworm-backports (docs/devices.md says why). DT_TEST_ONLY=NAME: one test.
 set -eu
+unset CDPATH # cd would look there first
 cd "$(dirname "$0")/.."
 cmake -S . -B build-vulkan -DDT_VULKAN=ON >/dev/null
 cmake --build build-vulkan --target test_device -j "${DT_JOBS:-2}"
