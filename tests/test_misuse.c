@@ -382,6 +382,28 @@ static void test_nothing_to_draw_from(void **state) {
     dt_session_free(s);
 }
 
+/* It would read logits that this model doesn't have. */
+static void test_sampler_of_another_model(void **state) {
+    const fixture *f = *state;
+    tiny_model_params larger = three_layers(N_CTX);
+    larger.n_vocab = 2 * (int32_t)f->n_vocab;
+    engine_fixture *other = open_engine_fixture(&larger, N_CTX, 7);
+    dt_error error = {0};
+    const dt_session_params params = params_of(NULL);
+    const dt_sampler_params plain = dt_sampler_default_params();
+    dt_session *s = open_session(f->model, &params);
+    dt_sampler *sampler = NULL;
+    const int32_t token = 1;
+    assert_int_equal(dt_sampler_new(other->model, &plain, &sampler, &error), DT_OK);
+    assert_int_equal(dt_session_sync(s, &token, 1, NULL, NULL, NULL, &error), DT_OK);
+    assert_int_equal(dt_generate(s, sampler, 3, NULL, NULL, NULL, &error), DT_ERR_ARGUMENT);
+    assert_non_null(strstr(error.message, "another model"));
+    dt_sampler_free(sampler);
+    dt_session_free(s);
+    void *ended = other;
+    close_engine_fixture(&ended);
+}
+
 /* Settings of a model with fewer layers, or other heads, for a session of this one. */
 static void test_settings_of_another_model(void **state) {
     const fixture *f = *state;
@@ -418,6 +440,7 @@ int main(void) {
         cmocka_unit_test(test_calls_from_the_callers_functions),
         cmocka_unit_test(test_values_of_no_enum),
         cmocka_unit_test(test_large_values),
+        cmocka_unit_test(test_sampler_of_another_model),
         cmocka_unit_test(test_settings_of_another_model),
         cmocka_unit_test(test_nothing_to_draw_from),
         cmocka_unit_test(test_negative_values),

@@ -12,6 +12,7 @@
  */
 #include "engine/draft.h"
 #include "engine/session.h"
+#include "text/text.h"
 
 typedef struct generation {
     dt_session *session;
@@ -118,6 +119,10 @@ dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft
     const dt_status idle = dt_session_check_idle(session, error);
     if (idle != DT_OK) {
         return idle;
+    }
+    if (dt_sampler_n_logits(sampler) != session->model->info.n_vocab) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "the sampler is of another model, with %d tokens instead of %d",
+                       dt_sampler_n_logits(sampler), session->model->info.n_vocab);
     }
     if (!dt_session_logits(session)) {
         return dt_fail(error, DT_ERR_ARGUMENT, "there is nothing to continue; give the session a text first");

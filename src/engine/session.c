@@ -790,6 +790,10 @@ dt_status dt_session_fill_random(dt_session *session, int64_t n, dt_error *error
     }
     dt_session *s = session;
     const dt_model_info *info = &s->model->info;
+    const dt_status idle = dt_session_check_idle(s, error);
+    if (idle != DT_OK) {
+        return idle;
+    }
     if (s->n_tokens > 0 || n < 1 || n > s->max_tokens) {
         return dt_fail(error, DT_ERR_ARGUMENT, "random filling needs a new session and 1 to %d tokens", s->max_tokens);
     }

@@ -152,6 +152,8 @@ void dt_sampler_free(dt_sampler *sampler) {
 
 uint32_t dt_sampler_seed(const dt_sampler *sampler) { return sampler != NULL ? sampler->seed : 0; }
 
+int32_t dt_sampler_n_logits(const dt_sampler *sampler) { return sampler->n_logits; }
+
 dt_sampler_state dt_sampler_get_state(const dt_sampler *sampler) {
     return (dt_sampler_state){.seed = sampler->seed, .n_draws = sampler->n_draws};
 }

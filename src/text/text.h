@@ -40,6 +40,8 @@ dt_status dt_vocab_chat_render(const dt_vocab *vocab, const char *template_name,
  * Logits beyond the vocabulary (padding rows) are never sampled. The vocabulary must outlive the sampler. */
 dt_status dt_text_sampler_new(const dt_vocab *vocab, int32_t n_vocab, int32_t n_ctx, const dt_sampler_params *params,
                               dt_sampler **out, dt_error *error);
+/* How many logits it reads. */
+int32_t dt_sampler_n_logits(const dt_sampler *sampler);
 /* Where a sampler is in its stream of random numbers: what a session file keeps of it. */
 typedef struct dt_sampler_state {
     uint32_t seed;
