@@ -251,11 +251,12 @@ static dt_conversation *oldest_on_disk(const dt_conversations *all, const dt_con
  * where the disk would have no room even then. False: what stays leaves no room within the limit. */
 static bool limit_folder(dt_conversations *all, const dt_conversation *c, uint64_t bytes) {
     const uint64_t own = c != NULL ? c->file_bytes : 0, limit = all->params.disk_bytes;
-    const bool to_write = c != NULL && !dt_conversations_is_saved(c);
+    /* asked once: some file systems give back later what was deleted */
+    uint64_t room = c != NULL && !dt_conversations_is_saved(c) ? free_bytes(all) : UINT64_MAX;
     for (;;) {
         uint64_t may_go = 0;
         dt_conversation *oldest = oldest_on_disk(all, c, &may_go);
-        const uint64_t others = disk_bytes(all) - own, room = to_write ? free_bytes(all) : UINT64_MAX;
+        const uint64_t others = disk_bytes(all) - own;
         const bool over = others + bytes > limit, full = bytes > room && bytes - room <= may_go;
         if (over && others > may_go && others - may_go + bytes > limit) {
             return false;
@@ -268,6 +269,7 @@ static bool limit_folder(dt_conversations *all, const dt_conversation *c, uint64
             dt_report(DT_LOG_WARN, "the disk of %s is full; from now on conversations there that were used longest ago make room",
                       all->folder);
         }
+        room += oldest->file_bytes <= UINT64_MAX - room ? oldest->file_bytes : 0;
         dt_conversations_delete_files(all, oldest);
         if (oldest->session == NULL) {
             dt_conversations_remove(all, oldest);
@@ -297,6 +299,16 @@ static int by_last_use(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
+/* New conversations get numbers behind that of the file: it is not overwritten. False: it is named like none. */
+static bool pass_number(dt_conversations *all, const char *name) {
+    unsigned long long number = 0;
+    if (sscanf(name, "conversation-%16llx", &number) != 1) {
+        return false;
+    }
+    all->next_id = number >= all->next_id ? number + 1 : all->next_id;
+    return true;
+}
+
 /* What the folder holds. A session without an index is what a kill between writing the two, or deleting them, leaves: nobody finds it
  * again. */
 static void list_folder(dt_conversations *all, DIR *folder) {
@@ -307,15 +319,12 @@ static void list_folder(dt_conversations *all, DIR *folder) {
         if (is_named(name, ".json", &id)) {
             read_index(all, id);
         }
-        unsigned long long begins = 0;
-        if (sscanf(name, "conversation-%16llx", &begins) != 1) {
+        if (!pass_number(all, name)) {
             continue; /* others are left alone */
         }
         if (is_in_the_making(name) ||
             (is_named(name, ".session", &id) && path_of(all, id, ".json", path) && access(path, F_OK) != 0 && errno == ENOENT)) {
             unlinkat(dirfd(folder), name, 0); /* a killed server's: the folder is ours alone */
-        } else {
-            all->next_id = begins >= all->next_id ? begins + 1 : all->next_id; /* not overwritten */
         }
     }
 }
@@ -403,12 +412,12 @@ static bool copy_tokens(dt_conversation *c) {
     return copy != NULL || c->text != NULL;
 }
 
-/* Files that somebody removed are not those of a conversation any more. */
-static void forget_lost_files(dt_conversations *all) {
-    char path[PATH_BYTES];
+/* What lay in the folder that was locked before is nobody's any more, and what lies in this one is not overwritten: another server
+ * may have used it in between. The next start finds what can be gone on with. */
+static void forget_files(dt_conversations *all) {
     for (size_t i = all->n; i-- > 0;) {
         dt_conversation *c = all->list[i];
-        if (c->file_bytes == 0 || c->held || c->saving || !path_of(all, c->id, ".session", path) || access(path, F_OK) == 0) {
+        if (c->file_bytes == 0 || c->held || c->saving) {
             continue;
         }
         c->file_bytes = 0;
@@ -418,6 +427,13 @@ static void forget_lost_files(dt_conversations *all) {
             all->stats.n_dropped++;
         }
     }
+    DIR *folder = opendir(all->folder);
+    for (const struct dirent *entry; folder != NULL && (entry = readdir(folder)) != NULL;) {
+        pass_number(all, entry->d_name);
+    }
+    if (folder != NULL) {
+        closedir(folder);
+    }
 }
 
 /* Where the folder, or our lock in it, was removed under the server it is made anew. */
@@ -426,7 +442,7 @@ static bool has_folder(dt_conversations *all) {
     dt_error error = {0};
     int lock = -1;
     snprintf(path, sizeof path, "%s/lock", all->folder);
-    if (access(path, F_OK) == 0) {
+    if (dt_file_lock_is_there(all->folder_lock, path)) {
         return true;
     }
     if (lock_folder(all->folder, &lock, &error) != DT_OK) {
@@ -439,7 +455,7 @@ static bool has_folder(dt_conversations *all) {
     dt_report(DT_LOG_WARN, "the folder for conversations %s was removed, or its lock; it is made anew", all->folder);
     close(all->folder_lock);
     all->folder_lock = lock;
-    forget_lost_files(all);
+    forget_files(all);
     return true;
 }
 

@@ -397,8 +397,8 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         o->n_context = dt_model_get_info(e->model)->n_ctx_train;
     }
     if (status == DT_OK) {
-        dt_report_sessions(false); /* what they tell of themselves is no part of a comparison */
         status = eval_make_settings(e, error);
+        dt_report_sessions(false); /* what they tell of themselves is no part of a comparison */
     }
     if (status == DT_OK && c->run != eval_ab) {
         status = read_text(e, error);

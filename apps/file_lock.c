@@ -47,7 +47,7 @@ bool dt_file_lock_is_one(int descriptor) {
     return fstat(descriptor, &info) == 0 && S_ISREG(info.st_mode) && info.st_size == n && (n == 0 || is_signed);
 }
 
-static bool is_still_there(int descriptor, const char *path) {
+bool dt_file_lock_is_there(int descriptor, const char *path) {
     struct stat ours, there;
     return fstat(descriptor, &ours) == 0 && stat(path, &there) == 0 && ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
 }
@@ -87,7 +87,7 @@ dt_status dt_file_lock_take(const char *path, dt_file_lock **out, dt_error *erro
         if (flock(lock->descriptor, LOCK_EX | LOCK_NB) != 0) {
             break;
         }
-        const bool is_there = is_still_there(lock->descriptor, lock->path);
+        const bool is_there = dt_file_lock_is_there(lock->descriptor, lock->path);
         if (is_there && dt_file_lock_is_one(lock->descriptor)) {
             dt_file_lock_sign(lock->descriptor);
             *out = lock;

@@ -22,6 +22,8 @@ void dt_file_lock_release(dt_file_lock *lock);
 void dt_file_lock_holder(int descriptor, char *out, size_t capacity);
 /* Whether the file is empty, or holds what dt_file_lock_sign wrote: anything else is somebody's own. */
 bool dt_file_lock_is_one(int descriptor);
+/* Whether the open file is that at `path` still: a lock on one that was removed keeps nobody out. */
+bool dt_file_lock_is_there(int descriptor, const char *path);
 /* The other half of dt_file_lock_holder: writes this process's number. */
 void dt_file_lock_sign(int descriptor);
 

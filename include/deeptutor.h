@@ -9,7 +9,7 @@
  * the cheap way there. Errors are values: every function that can fail returns a dt_status and, where
  * `error` is not NULL, fills it with a sentence that says what to do. Nothing here exits, aborts or prints, but for layers on other
  * machines (dt_model_params.device, dt_rpc_serve). DT_ERR_MEMORY may come from every one, and DT_ERR_ARGUMENT where a pointer that
- * is needed is NULL (what has no status takes it for nothing: 0, NULL or false); other statuses are told at each.
+ * is needed is NULL (what has no status takes a first one for nothing: 0, NULL or false); other statuses are told at each.
  *
  * Ownership: what a function hands out through `T **out` is the caller's, to be freed by the function
  * named beside it, which accepts NULL. A function that fails hands out nothing; *out is NULL then or as it was, so begin with NULL.
@@ -446,7 +446,8 @@ typedef struct dt_generate_result {
 
 /* Samples up to n_predict tokens (-1: until an end token) after what sync left. The last one sampled (an end token included) is not
  * computed: whoever goes on gives it to dt_session_sync together with what follows. on_token and result may be NULL; result counts
- * the tokens told, also on failure. DT_ERR_ARGUMENT: there are no logits yet; else as sampling and dt_session_append. */
+ * the tokens told, also on failure. DT_ERR_ARGUMENT: there are no logits yet, or the sampler is for another number of tokens; else as
+ * sampling and dt_session_append. */
 dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
                       dt_generate_result *result, dt_error *error);
 

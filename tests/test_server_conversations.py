@@ -119,6 +119,28 @@ def test_a_folder_that_is_removed(model, tmp_path):
     assert told.count(b"it is made anew") == 1 and b"kept can't be made: No such file or directory" in told, told
 
 
+def test_a_folder_that_another_server_took(model, tmp_path):
+    """What was removed and begun anew by another server is that one's; when it has ended, nothing of it is overwritten."""
+    folder = tmp_path / "kept"
+    flags = (*FLAGS, "--idle", "0", "--session-dir", str(folder))
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with serving(model, tmp_path / "first", *flags) as first:
+        log = tmp_path / "first" / "server.log"
+        first.complete(prompt=noise(200, 1), max_tokens=4)
+        shutil.rmtree(folder)
+        with serving(model, tmp_path / "second", *flags) as second:
+            second.complete(prompt=noise(200, 2), max_tokens=4)
+            theirs = {path.name: path.read_bytes() for path in folder.glob("conversation-*")}
+            first.complete(prompt=noise(200, 3), max_tokens=4)
+            assert {path.name: path.read_bytes() for path in folder.glob("conversation-*")} == theirs and len(theirs) == 2
+            assert b"is in use by process" in log.read_bytes()
+        theirs = {path.name: path.read_bytes() for path in folder.glob("conversation-*")}
+        first.complete(prompt=noise(200, 4), max_tokens=4)
+        now = {path.name: path.read_bytes() for path in folder.glob("conversation-*")}
+        assert now.items() > theirs.items(), (sorted(now), sorted(theirs))
+
+
 def test_files_of_other_settings(model, tmp_path):
     """What another --kv-type or version left, or what can't be read, is told of, stays, and comes back with its settings."""
     folder, prompt = tmp_path / "kept", noise(200)
