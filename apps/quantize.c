@@ -8,6 +8,9 @@
 #include "options_foreign.h"
 #include "report.h"
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -139,6 +142,11 @@ int main(int argc, char **argv) {
     if ((size_t)snprintf(temporary, sizeof temporary, "%s.part", params.output) >= sizeof temporary) {
         return bad_usage("the output's name is too long", "");
     }
+#ifdef __GLIBC__
+    /* else each thread reserves an arena of its own, when it pleases: of a limited address space (ulimit -v) the next thread's stack
+     * may then not be had any more, however many threads could be started a moment before */
+    mallopt(M_ARENA_MAX, 1);
+#endif
     struct sigaction action = {.sa_handler = on_stop};
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);

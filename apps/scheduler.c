@@ -28,18 +28,19 @@ static void push_front(dt_scheduler *s, dt_job *job) {
 }
 
 /* The job counts as running from here on, so that stopping gives one that has just begun its time; what hasn't begun by then is not
- * begun. */
-static dt_job *pop(dt_scheduler *s) {
+ * begun. *out_cancelled: it is over, and never counts. */
+static dt_job *pop(dt_scheduler *s, bool *out_cancelled) {
     pthread_mutex_lock(&s->lock);
     dt_job *job = s->stopping ? NULL : s->first;
-    if (job != NULL && !atomic_load(&job->cancelled) && s->n_active + job->n_choices > s->params.n_parallel) {
+    *out_cancelled = job != NULL && atomic_load(&job->cancelled);
+    if (job != NULL && !*out_cancelled && s->n_active + job->n_choices > s->params.n_parallel) {
         job = NULL;
     }
     if (job != NULL) {
         s->first = job->next;
         s->last = s->first == NULL ? NULL : s->last;
         s->stats.n_waiting--;
-        s->stats.n_running += job->n_choices;
+        s->stats.n_running += *out_cancelled ? 0 : job->n_choices;
     }
     pthread_mutex_unlock(&s->lock);
     return job;
@@ -106,10 +107,11 @@ static dt_status start(dt_scheduler *s, dt_job *job, bool *out_started, dt_error
 
 static void admit(dt_scheduler *s) {
     dt_job *job;
-    while (!s->blocked && (job = pop(s)) != NULL) {
+    bool was_cancelled;
+    while (!s->blocked && (job = pop(s, &was_cancelled)) != NULL) {
         dt_error error = {.code = DT_ERR_CANCELLED, .message = "cancelled"};
         bool started = false;
-        if (atomic_load(&job->cancelled)) {
+        if (was_cancelled) {
             dt_sequence_job_is_over(s, job, &error);
         } else if (will_be_shared(s, job)) {
             push_front(s, job);
