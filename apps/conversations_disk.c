@@ -251,6 +251,9 @@ static dt_conversation *oldest_on_disk(const dt_conversations *all, const dt_con
  * where the disk would have no room even then. False: what stays leaves no room within the limit. */
 static bool limit_folder(dt_conversations *all, const dt_conversation *c, uint64_t bytes) {
     const uint64_t own = c != NULL ? c->file_bytes : 0, limit = all->params.disk_bytes;
+    if (bytes > limit) {
+        return false; /* alone it is too large: nothing that goes would help */
+    }
     /* asked once: some file systems give back later what was deleted */
     uint64_t room = c != NULL && !dt_conversations_is_saved(c) ? free_bytes(all) : UINT64_MAX;
     for (;;) {

@@ -224,10 +224,11 @@ dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval
     return status;
 }
 
-void eval_note_evicted(eval *e, const dt_session *session) {
+void eval_note_evicted(eval_setting *setting, const dt_session *session) {
     dt_session_stats stats;
     dt_session_get_stats(session, &stats);
-    e->n_evicted += stats.evicted_tokens;
+    setting->n_rounds += stats.eviction_rounds;
+    setting->n_evicted += stats.evicted_tokens;
 }
 
 double eval_kept_share(const eval *e, const dt_session *session) {
@@ -377,11 +378,24 @@ dt_status eval_tell_settings(const eval *e, dt_error *error) {
 /* Equal sides prove nothing about eviction, and pass every check. */
 static void tell_evicted(const eval *e) {
     const char *policy = e->options->policy;
-    json_object_set_new(e->result, "evicted_tokens", json_integer(e->n_evicted));
-    if (e->n_evicted == 0 && (policy == NULL || strcmp(policy, "none") != 0)) {
-        dt_report(DT_LOG_WARN, "nothing was evicted: the budgets hold all of it, so both sides are the full cache; give %s",
-                  e->options->input != NULL ? "longer prompts, or a smaller --max-cache-size"
-                                            : "a longer --context, or a smaller --kept or --max-cache-size");
+    const bool wanted = policy == NULL || strcmp(policy, "none") != 0;
+    for (size_t i = 0; i < e->n_settings; i++) {
+        const eval_setting *setting = &e->settings[i];
+        json_t *row = e->n_settings > 1 ? json_array_get(json_object_get(e->result, "settings"), i) : e->result;
+        char which[160] = "";
+        json_object_set_new(row, "eviction_rounds", json_integer(setting->n_rounds));
+        json_object_set_new(row, "evicted_tokens", json_integer(setting->n_evicted));
+        if (setting->name != NULL) {
+            snprintf(which, sizeof which, " under \"%.140s\"", setting->name);
+        } else if (setting->kept > 0) {
+            snprintf(which, sizeof which, " under --kept %g", setting->kept);
+        }
+        if (setting->n_rounds == 0 && wanted) {
+            dt_report(DT_LOG_WARN, "nothing was evicted%s: the budgets hold all of it, so both sides are the full cache; give %s",
+                      which,
+                      e->options->input != NULL ? "longer prompts, or a smaller --max-cache-size"
+                                                : "a longer --context, or a smaller --kept or --max-cache-size");
+        }
     }
 }
 
@@ -524,11 +538,11 @@ static int measure(void *user) {
         dt_report(DT_LOG_INFO, "%s is written; --cache-eviction with a preset goes by it from now on", learned);
     }
     dt_free(learned);
-    if (status != DT_OK) {
-        dt_report(DT_LOG_ERROR, "%s", error.message);
+    if (status == DT_OK) {
+        return e.rejected ? EXIT_REJECTED : 0;
     }
-    const bool usage = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || (status == DT_ERR_IO && !e.measuring);
-    return status == DT_OK ? (e.rejected ? EXIT_REJECTED : 0) : usage && !e.unopened ? 2 : 1;
+    const bool of_the_text = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG; /* found out when it is read */
+    return dt_report_failure(&error, !e.unopened && (!e.measuring || of_the_text));
 }
 
 int main(int argc, char **argv) {

@@ -31,8 +31,9 @@ typedef struct eval_setting {
     double kept; /* share of the context; 0 = as the flags or the file say */
     dt_eviction *eviction;
     dt_evict evict;
-    double quote; /* kld: a passage from this depth of the context is what follows; below 0: the text itself */
-    char *name;   /* in a file of settings; else NULL */
+    double quote;                /* kld: a passage from this depth of the context is what follows; below 0: the text itself */
+    char *name;                  /* in a file of settings; else NULL */
+    int64_t n_rounds, n_evicted; /* of layers; tokens, a mean of each layer's KV heads: in all its sessions */
 } eval_setting;
 
 typedef struct eval {
@@ -46,7 +47,6 @@ typedef struct eval {
     size_t n_settings;
     dt_eviction *observed; /* what the base session collects attention for: all settings */
     json_t *result;        /* what --json writes */
-    int64_t n_evicted;     /* tokens, in all sessions that may evict */
     bool unopened;         /* the model can't be opened */
     bool measuring;        /* what fails now is no bad usage */
     bool rejected;         /* a threshold was missed */
@@ -78,8 +78,8 @@ dt_status eval_base_session(const eval *e, dt_session **out, dt_error *error);
 /* The fork under settings[i], as --evict says; with streaming prefill a session that reads tokens[n] itself. */
 dt_status eval_evicted_session(const eval *e, const dt_session *base, const eval_setting *setting, dt_session **out,
                                dt_error *error);
-/* Counts what a session has evicted: a comparison in which nothing was is told as one. */
-void eval_note_evicted(eval *e, const dt_session *session);
+/* Counts what a session under the setting has evicted: a comparison in which nothing was is told as one. */
+void eval_note_evicted(eval_setting *setting, const dt_session *session);
 /* Kept entries, memory slots included, over all layers and lanes, as a share of the tokens so far. */
 double eval_kept_share(const eval *e, const dt_session *session);
 const char *eval_evict_word(dt_evict evict);

@@ -274,7 +274,7 @@ static dt_status run_side(ab_run *r, size_t index, bool on, output *out, dt_erro
         out->kv_bytes = stats.kv_bytes;
         out->kv_bytes_peak = stats.kv_bytes_peak;
         out->kept = eval_kept_share(r->e, session);
-        eval_note_evicted(r->e, session);
+        eval_note_evicted(&r->e->settings[0], session);
     }
     dt_session_free(session);
     return status;

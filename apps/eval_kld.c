@@ -97,7 +97,7 @@ static dt_status measure_setting(eval *e, const dt_session *base, size_t setting
         status = feed(evicted, c, compare, error);
     }
     if (status == DT_OK) {
-        eval_note_evicted(e, evicted);
+        eval_note_evicted(&e->settings[setting], evicted);
     }
     dt_session_free(evicted);
     const double n = (double)c->n;

@@ -87,7 +87,7 @@ static dt_status read_and_score(const eval *e, dt_session *s, const int32_t *tex
     return status;
 }
 
-static dt_status measure(eval *e, const eval_setting *setting, piece *pieces, size_t n_pieces, dt_error *error) {
+static dt_status measure(const eval *e, eval_setting *setting, piece *pieces, size_t n_pieces, dt_error *error) {
     const size_t context = (size_t)e->options->n_context;
     int64_t progress[] = {0, (int64_t)(pieces[n_pieces - 1].at + n_pieces * context)};
     dt_session *deep = NULL;
@@ -102,7 +102,7 @@ static dt_status measure(eval *e, const eval_setting *setting, piece *pieces, si
         dt_session_free(fresh);
     }
     if (status == DT_OK) {
-        eval_note_evicted(e, deep);
+        eval_note_evicted(setting, deep);
     }
     dt_session_free(deep);
     return status;

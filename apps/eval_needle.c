@@ -238,7 +238,7 @@ static dt_status ask_all(needle_run *r, size_t index, const needle *asked, const
             status = ask(r, fork, prompt.tokens, prompt.n, asked, &right, &a, error);
         }
         if (status == DT_OK) {
-            eval_note_evicted(e, fork);
+            eval_note_evicted(&e->settings[i], fork);
         }
         dt_session_free(fork);
         fork = NULL;
@@ -272,7 +272,7 @@ static dt_status measure_sample(needle_run *r, size_t index, dt_error *error) {
         status = eval_evicted_session(e, base, &e->settings[i], &evicted[i], error);
         if (status == DT_OK) {
             r->kept[i] += eval_kept_share(e, evicted[i]) * (double)s.n; /* counted once per question */
-            eval_note_evicted(e, evicted[i]);
+            eval_note_evicted(&e->settings[i], evicted[i]);
         }
     }
     for (size_t i = 0; i < s.n && status == DT_OK; i++) {

@@ -360,7 +360,7 @@ static dt_status tell_numbers(const main_options *o, const dt_run *run, dt_stats
         .generated = run->generated,
     };
     dt_report_timings(&numbers, run->model, run->session);
-    return stats != NULL ? dt_stats_file_write(stats, &numbers, run->model, run->session, error) : DT_OK;
+    return stats != NULL ? dt_report_write_stats(stats, &numbers, run->model, run->session, error) : DT_OK;
 }
 
 static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats_file *stats, double load_ms) {

@@ -22,13 +22,23 @@ static const dt_foreign_flag flags[] = {
     {"-cb, --cont-batching", DT_FOREIGN_NONE, true, "requests always share batches"},
     {"--metrics", DT_FOREIGN_NONE, true, "the server's /metrics is always there"},
     {"--webui, --cache-prompt", DT_FOREIGN_NONE, true, "the server's page and its caching are always there"},
-    {"--perf, --no-perf", DT_FOREIGN_NONE, true, "timings are always told; --log-level warn keeps them away"},
+    {"--perf, --no-perf, --show-timings, --no-show-timings", DT_FOREIGN_NONE, true,
+     "timings are always told; --log-level warn keeps them away"},
     {"-co, --color, --simple-io", DT_FOREIGN_NONE, true, "text is always plain"},
     {"-kvu, --kv-unified", DT_FOREIGN_NONE, true, "all conversations share the memory that --kv-memory allows"},
     {"-dt, --defrag-thold", DT_FOREIGN_VALUE, true, "the cache closes its gaps by itself"},
     {"--swa-full", DT_FOREIGN_NONE, true, "what a sliding window has passed is read again where a conversation goes back to it"},
     {"--offline", DT_FOREIGN_NONE, true, "nothing is ever fetched"},
     {"--penalize-nl", DT_FOREIGN_NONE, true, "--repeat-penalty counts line ends like other tokens"},
+    {"-kvo, --kv-offload", DT_FOREIGN_NONE, true, "a layer's cache lies where the layer runs"},
+    {"--op-offload, --no-op-offload, --no-host", DT_FOREIGN_NONE, true, "a layer is computed where its weights lie"},
+    {"--log-prefix, --no-log-prefix, --log-timestamps, --no-log-timestamps", DT_FOREIGN_NONE, true,
+     "a line of the log is its sentence"},
+    {"--log-colors", DT_FOREIGN_SWITCH, true, "text is always plain"},
+    {"-ctxcp, --ctx-checkpoints, --swa-checkpoints, -cms, --checkpoint-min-step", DT_FOREIGN_VALUE, true,
+     "what a sliding window has passed is read again where a conversation goes back to it"},
+    {"--no-mmproj, --mmproj-auto, --no-mmproj-auto", DT_FOREIGN_NONE, true, "there is text only"},
+    {"--ui", DT_FOREIGN_NONE, true, "the server's page is always there"},
     {"--repack", DT_FOREIGN_NONE, true, "weights are always packed anew where that makes them faster"},
     /* cache */
     {"--keep", DT_FOREIGN_VALUE, false, "the first tokens stay under eviction; how many is sink_tokens of an --eviction-config"},
@@ -45,8 +55,16 @@ static const dt_foreign_flag flags[] = {
      "--session FILE keeps a conversation, and always saves it at the end"},
     /* drafts */
     {"-md, --model-draft, --spec-draft-model", DT_FOREIGN_VALUE, false, "--draft-model FILE names the model that guesses"},
-    {"--spec-type", DT_FOREIGN_VALUE, false, "--draft-lookup guesses without a model, --draft-model FILE with one"},
+    {"-td, --threads-draft, -tbd, --threads-batch-draft, -Cd, -Crd, -ctkd, -ctvd, --cache-type-k-draft, --cache-type-v-draft, "
+     "-devd, "
+     "--device-draft, -ngld, --gpu-layers-draft, --n-gpu-layers-draft, -hfd, -hfrd, --hf-repo-draft",
+     DT_FOREIGN_VALUE, false, "--draft-model FILE runs with the threads of the model, on the processor"},
+    {"--draft-min, --draft-n-min, --draft-p-min, --draft-p-split", DT_FOREIGN_VALUE, false,
+     "how many tokens are worth guessing is found out while it goes; --draft-max N bounds it"},
+    {"--spec-type, -lcs, --lookup-cache-static, -lcd, --lookup-cache-dynamic", DT_FOREIGN_VALUE, false,
+     "--draft-lookup guesses without a model, --draft-model FILE with one"},
     {"--draft, --draft-n, --spec-draft-n-max", DT_FOREIGN_VALUE, false, "--draft-max N says how many tokens are guessed at once"},
+    {"--spec-*", DT_FOREIGN_VALUE, false, "guessing has --draft-lookup, --draft-model FILE and --draft-max N"},
     /* text */
     {"-i, --interactive, -if, --interactive-first, -cml, --chatml", DT_FOREIGN_NONE, false,
      "-cnv chats, with the model's own template"},
@@ -56,26 +74,29 @@ static const dt_foreign_flag flags[] = {
     {"-bf, --binary-file", DT_FOREIGN_VALUE, false, "-f FILE reads a prompt as it is"},
     {"-sysf, --system-prompt-file", DT_FOREIGN_VALUE, false, "write -sys \"$(cat FILE)\""},
     {"--chat-template-file", DT_FOREIGN_VALUE, false, "write --chat-template \"$(cat FILE)\""},
+    {"--chat-template-kwargs", DT_FOREIGN_VALUE, false,
+     "a template gets the messages alone; what else it asks for, write into it: --chat-template TEXT"},
     {"-mli, --multiline-input", DT_FOREIGN_NONE, false, "-f - reads a text of several lines from stdin"},
     {"-jf, --json-schema-file", DT_FOREIGN_VALUE, false, "write --json-schema \"$(cat FILE)\""},
     {"-sp, --special", DT_FOREIGN_NONE, false, "special tokens are never shown as text"},
     {"--no-jinja", DT_FOREIGN_NONE, false, "chat templates are always Jinja; --chat-template NAME takes a built-in one"},
     /* sampling */
     {"--repeat-last-n", DT_FOREIGN_VALUE, false, "--repeat-penalty looks at the last 64 tokens, always"},
-    {"--presence-penalty, --frequency-penalty, --typical, --typical-p, --top-nsigma, --xtc-probability, --xtc-threshold, "
-     "--mirostat, "
-     "--mirostat-lr, --mirostat-ent, --dynatemp-range, --dynatemp-exp, --dry-multiplier, --samplers, --sampler-seq, -l, "
-     "--logit-bias",
+    {"--presence-penalty, --frequency-penalty, --typical, --typical-p, --top-nsigma, --top-n-sigma, --xtc-*, --mirostat, "
+     "--mirostat-*, "
+     "--dynatemp-*, --dry-*, --adaptive-*, --samplers, --sampler-seq, --sampling-seq, -l, --logit-bias",
      DT_FOREIGN_VALUE, false, "sampling has --temp, --top-k, --top-p, --min-p and --repeat-penalty"},
-    {"--reasoning-format, --reasoning-budget", DT_FOREIGN_VALUE, false, "what a model thinks aloud is text like any other"},
+    {"--reasoning-*, -rea, --reasoning", DT_FOREIGN_VALUE, false, "what a model thinks aloud is text like any other"},
     /* model */
-    {"-hf, -hfr, --hf-repo, -mu, --model-url", DT_FOREIGN_VALUE, false,
-     "nothing is fetched here; give a file with -m, or make one with convert.py"},
-    {"--lora, --lora-scaled, --control-vector", DT_FOREIGN_VALUE, false, "merge adapters into the model before converting it"},
-    {"--mmproj", DT_FOREIGN_VALUE, false, "images are not supported"},
-    {"--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale, --yarn-ext-factor, --yarn-orig-ctx", DT_FOREIGN_VALUE,
-     false, "positions are scaled as the model's file says"},
+    {"-hf, -hfr, --hf-repo, -hff, --hf-file, -hft, --hf-token, -mu, --model-url, -dr, --docker-repo, --models-*", DT_FOREIGN_VALUE,
+     false, "nothing is fetched here; give a file with -m, or make one with convert.py"},
+    {"--lora, --lora-*, --control-vector, --control-vector-*", DT_FOREIGN_VALUE, false,
+     "merge adapters into the model before converting it"},
+    {"-mm, --mmproj, -mmu, --mmproj-url, --image, --image-*, --audio, --video", DT_FOREIGN_VALUE, false,
+     "there is text only: images, sound and films are not read"},
+    {"--rope-*, --yarn-*", DT_FOREIGN_VALUE, false, "positions are scaled as the model's file says"},
     {"--override-kv", DT_FOREIGN_VALUE, false, IN_THE_FILE},
+    {"-lm, --load-mode", DT_FOREIGN_VALUE, false, "weights are mapped, or read as a whole with --no-mmap"},
     {"--check-tensors", DT_FOREIGN_NONE, false,
      "how a file is laid out is always checked, its numbers never; compare it with its checksum"},
     {"-nr, --no-repack", DT_FOREIGN_NONE, false, "weights are always packed anew where that makes them faster"},
@@ -85,11 +106,11 @@ static const dt_foreign_flag flags[] = {
     {"-dev", DT_FOREIGN_VALUE, false, "--device NAME says where layers run"},
     {"--list-devices", DT_FOREIGN_NONE, false, "--device list shows them"},
     {"--rpc", DT_FOREIGN_VALUE, false, "--device rpc=HOST:PORT names another machine"},
-    {"-ot, --override-tensor, -ncmoe, --n-cpu-moe, -fit, --fit", DT_FOREIGN_VALUE, false,
-     "-ngl says how many whole layers the device takes"},
+    {"-ot, --override-tensor, -ncmoe, --n-cpu-moe, -ncffn, --n-cpu-ffn, -fit, --fit, -fitt, --fit-target, -fitc, --fit-ctx",
+     DT_FOREIGN_VALUE, false, "-ngl says how many whole layers the device takes"},
     {"-cmoe, --cpu-moe", DT_FOREIGN_NONE, false, "-ngl says how many whole layers the device takes"},
-    {"-C, --cpu-mask, -Cr, --cpu-range, --numa, --prio, --poll", DT_FOREIGN_VALUE, false,
-     "taskset, numactl and nice place a process"},
+    {"-C, --cpu-mask, -Cr, --cpu-range, --cpu-strict, -Cb, -Crb, --cpu-*, --numa, --prio, --prio-batch, --poll, --poll-batch",
+     DT_FOREIGN_VALUE, false, "taskset, numactl and nice place a process"},
     {"-np, --parallel", DT_FOREIGN_VALUE, false,
      "--parallel N of ./deeptutor-server and ./deeptutor-batch computes several replies at once"},
     /* log, server */
@@ -98,11 +119,19 @@ static const dt_foreign_flag flags[] = {
     {"--log-file", DT_FOREIGN_VALUE, false, "the log goes to stderr: 2>FILE keeps it"},
     {"--verbose-prompt", DT_FOREIGN_NONE, false, "--display-prompt shows the prompt"},
     {"--log-disable", DT_FOREIGN_NONE, false, "--log-level error tells errors only"},
-    {"--embedding, --embeddings, --rerank, --reranking", DT_FOREIGN_NONE, false, "there is text generation only"},
-    {"--no-webui, --slots, --no-slots, --props", DT_FOREIGN_NONE, false, "docs/server.md lists what the server answers, always"},
+    {"--embedding, --embeddings, --embd-*, --pooling, --rerank, --reranking", DT_FOREIGN_NONE, false,
+     "there is text generation only"},
+    {"--no-webui, --no-ui, --slots, --no-slots, --props", DT_FOREIGN_NONE, false,
+     "docs/server.md lists what the server answers, always"},
+    {"-nocb, --no-cont-batching, --no-cache-prompt", DT_FOREIGN_NONE, false,
+     "requests always share batches, and a conversation's cache is always kept"},
+    {"-cram, --cache-ram", DT_FOREIGN_VALUE, false,
+     "--kv-memory bounds all caches, --disk-memory what --session-dir keeps on disk"},
+    {"-sps, --slot-prompt-similarity", DT_FOREIGN_VALUE, false, "a conversation is found again by its beginning"},
+    {"--tools, --mcp-*, -ag, --agent", DT_FOREIGN_VALUE, false, "the server runs nothing but the model"},
     {"--cache-reuse", DT_FOREIGN_VALUE, false, "a conversation is found again by its beginning, whatever its length"},
-    {"-to, --timeout, --threads-http, --ssl-key-file, --ssl-cert-file, --path", DT_FOREIGN_VALUE, false,
-     "put a proxy such as nginx before the server for that"},
+    {"-to, --timeout, --threads-http, --ssl-key-file, --ssl-cert-file, --path, --api-prefix, --cors-*, --reuse-port",
+     DT_FOREIGN_VALUE, false, "put a proxy such as nginx before the server for that"},
 };
 
 static const dt_foreign_flag quantize_flags[] = {
@@ -111,7 +140,7 @@ static const dt_foreign_flag quantize_flags[] = {
     {"--leave-output-tensor, --pure", DT_FOREIGN_NONE, false, BY_TYPE},
     {"--output-tensor-type, --token-embedding-type, --tensor-type, --tensor-type-file", DT_FOREIGN_VALUE, false, BY_TYPE},
     {"--imatrix, --include-weights, --exclude-weights", DT_FOREIGN_VALUE, false,
-     "importance matrices are not read here; llama-quantize reads them, and the files that it writes run here"},
+     "importance matrices are not read here; llama-quantize reads them; docs/models.md lists the types that run here"},
     {"--keep-split", DT_FOREIGN_NONE, false, "the output is always one file"},
     {"--prune-layers", DT_FOREIGN_VALUE, false, "all layers stay"},
     {"--override-kv", DT_FOREIGN_VALUE, false, IN_THE_FILE},
@@ -119,12 +148,16 @@ static const dt_foreign_flag quantize_flags[] = {
     {"--max-buffer-size", DT_FOREIGN_VALUE, false, "buffers never hold more than 512 MiB"},
 };
 
+/* names: with ", " between them; one that ends in * stands for all that begin so. */
 static bool lists(const char *names, const char *name) {
     const size_t n = strlen(name);
-    for (const char *at = names; (at = strstr(at, name)) != NULL; at += n) {
-        if ((at == names || at[-1] == ' ') && (at[n] == ',' || at[n] == 0)) {
+    while (*names != 0) {
+        const size_t length = strcspn(names, ",");
+        const bool family = names[length - 1] == '*';
+        if (family ? n >= length && strncmp(names, name, length - 1) == 0 : n == length && strncmp(names, name, n) == 0) {
             return true;
         }
+        names += names[length] == 0 ? length : length + 2;
     }
     return false;
 }

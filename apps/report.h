@@ -1,13 +1,12 @@
 /*
- * What a run tells about itself: log lines, progress bar and timings on stderr, numbers as JSON in a file.
+ * What a run tells about itself: log lines, progress bar and timings on stderr, its numbers as JSON.
  *
- * Invariants: nothing here writes to stdout; the bar is drawn on a terminal only and wiped before any other line; the JSON
- * file is whole or not there at all, and that it can be written is known before the model is loaded.
+ * Invariants: nothing here writes to stdout; the bar is drawn on a terminal only and wiped before any other line.
  */
 #ifndef DT_APPS_REPORT_H
 #define DT_APPS_REPORT_H
 
-#include "deeptutor.h"
+#include "stats_file.h"
 
 /* A clock that only goes forward. */
 double dt_seconds_now(void);
@@ -54,18 +53,8 @@ typedef struct dt_run_numbers {
 
 void dt_report_timings(const dt_run_numbers *numbers, const dt_model *model, const dt_session *session);
 
-typedef struct dt_stats_file dt_stats_file;
-/* Makes sure that `path` can be written, without touching it yet, and that it is neither one of the n_inputs files that the run
- * reads (NULL among them is skipped) nor where stdout goes. */
-dt_status dt_stats_file_open(const char *path, const char *const *inputs, size_t n_inputs, dt_stats_file **out, dt_error *error);
-/* The same of one input that is found out about later. path: NULL where nothing is written. */
-dt_status dt_stats_file_check_input(const char *path, const char *input, dt_error *error);
-/* Writes all, then puts it in place at once. */
-dt_status dt_stats_file_write(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model, const dt_session *session,
-                              dt_error *error);
-/* The same with any text; a newline is added. */
-dt_status dt_stats_file_write_text(dt_stats_file *file, const char *text, dt_error *error);
-/* NULL is accepted. */
-void dt_stats_file_free(dt_stats_file *file);
+/* Writes the numbers to the file. */
+dt_status dt_report_write_stats(dt_stats_file *file, const dt_run_numbers *numbers, const dt_model *model,
+                                const dt_session *session, dt_error *error);
 
 #endif

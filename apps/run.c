@@ -122,9 +122,9 @@ dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *
             dt_report(DT_LOG_WARN, "KV memory: %s holds a conversation of %lld tokens, not the context's %lld",
                       dt_size_text_of(params->kv_memory).text, (long long)longest, (long long)context);
         } else {
-            dt_report(DT_LOG_INFO, "KV memory: at most %s for all conversations together; one of %lld tokens: at most %s",
-                      dt_size_text_of(params->kv_memory).text, (long long)context,
-                      dt_size_text_of(dt_session_kv_bound(probe, context) + fresh.kv_bytes).text);
+            dt_report(DT_LOG_INFO, "KV memory: at most %s for all conversations; %s for one of %lld tokens",
+                      dt_size_text_of(params->kv_memory).text,
+                      dt_size_text_of(dt_session_kv_bound(probe, context) + fresh.kv_bytes).text, (long long)context);
         }
         if (out_n_ctx != NULL) {
             *out_n_ctx = (int32_t)context;

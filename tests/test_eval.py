@@ -76,7 +76,17 @@ def test_nothing_evicted_is_told(tiny, tmp_path, command):
         numbers = json.loads(out.read_text())
         assert ("warning: nothing was evicted" in result.stderr) == told == (numbers["evicted_tokens"] == 0), result.stderr
         assert re.search(f"TLC: layers 0-1 .*max {size}", result.stderr) and "KV memory" not in result.stderr
+        assert numbers["eviction_rounds"] > 0 or told
         assert command[0] != "kld" or (numbers["kld_error"] is None and re.search(r"\|      - \|", result.stdout)), result.stdout
+
+
+def test_which_setting_evicted_nothing_is_told(tiny, tmp_path):
+    out = tmp_path / "out.json"
+    result = run("kld", "--chunks", "1", "--continuation", "8", "-m", tiny, "-f", TEXT, "--context", "256", "--policy", "local_window",
+                 "--kept", "0.5,1", "--evict", "once", "--json", str(out))
+    rows = json.loads(out.read_text())["settings"]
+    assert rows[0]["evicted_tokens"] > 0 == rows[1]["eviction_rounds"] == rows[1]["evicted_tokens"]
+    assert result.stderr.count("nothing was evicted") == 1 and "nothing was evicted under --kept 1: " in result.stderr, result.stderr
 
 
 def test_a_name_that_is_not_utf8(tiny, tmp_path):

@@ -179,9 +179,9 @@ def test_nothing_evicted_and_no_error(tmp_path):
     pytest.importorskip("matplotlib")
     page = tmp_path / "r.md"
     for result, number in (({**KLD, "kld_error": None}, "0.1000 |"), ({**AB, "rouge_l_error": None}, "1.000 |")):
-        for n_evicted in (0, 7):
-            python("report.py", "-o", page, write(tmp_path / "x.json", {**result, "evicted_tokens": n_evicted}))
-            assert ("Nothing was evicted in: " in page.read_text()) == (n_evicted == 0) and number in page.read_text()
+        for n_rounds in (0, 7):
+            python("report.py", "-o", page, write(tmp_path / "x.json", {**result, "eviction_rounds": n_rounds}))
+            assert ("Nothing was evicted in: " in page.read_text()) == (n_rounds == 0) and number in page.read_text()
 
 
 def test_no_line_is_left_out(tmp_path):

@@ -542,8 +542,8 @@ static void test_weights(void **state) {
     assert_true(weights->lists[0][0] == 1 && weights->lists[1] == NULL); /* live on with whoever shares them */
     dt_score_weights_free(weights);
     require_error(2, "{\"0\": {\"policy\": \"importance_score\", \"score\": \"predict\", \"max_cache_size\": 512}}",
-                  "e.json:1: \"0\", \"score\": predict needs the model's \"weights\"; ./deeptutor-eval calibrate writes a file "
-                  "that has them");
+                  "e.json:1: \"0\", \"score\": predict needs the model's \"weights\"; ./deeptutor-eval calibrate -m MODEL writes "
+                  "a file that has them");
     static const char *const wrong[] = {"7", "[]", "[[]]", "[[1], [1, 2]]", "[[1, \"x\"]]", "[[1e9]]", "[1]", "[[1], 2]"};
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         char config[200];
@@ -551,8 +551,7 @@ static void test_weights(void **state) {
                  wrong[i]);
         require_error(2, config,
                       "e.json:1: \"0\", \"weights\": must be a list with a list of numbers, of -1e6 to 1e6, for each KV head, as "
-                      "./deeptutor-eval "
-                      "calibrate writes it");
+                      "./deeptutor-eval calibrate -m MODEL writes it");
     }
 }
 

@@ -187,6 +187,15 @@ def test_bad_models(tmp_path):
         assert not stats.exists()
 
 
+def test_families_of_llama_cpp_flags():
+    """One sentence answers for all that begin alike; a misspelt flag is told as one."""
+    for flag, word in (("--dry-base", "--min-p"), ("--xtc-threshold", "--min-p"), ("--spec-ngram-size-n", "--draft-lookup"),
+                       ("--spec-draft-model", "--draft-model FILE names"), ("--rope-freq-base", "file says"), ("--cpu-strict", "taskset")):
+        assert_fails(run(flag, "1"), 2, f"there is no flag {flag}: ", word)
+    for flag in ("--dry", "--specs", "--rope", "-spec-type", "--xtcs"):
+        assert_fails(run(flag, "1"), 2, f"there is no flag {flag}; --help lists all")
+
+
 def test_page_on_llama_cpp_flags():
     """What docs/troubleshooting.md says of them is what the program does."""
     page = open(os.path.join(os.path.dirname(__file__), "..", "docs", "troubleshooting.md")).read()

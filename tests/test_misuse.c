@@ -264,7 +264,7 @@ static void test_null_for_settings(void **state) {
     char *text = NULL;
     const dt_eviction *none[] = {NULL};
     LACKING(dt_eviction_from_preset, "model", NULL, "chat", &out);
-    LACKING(dt_eviction_from_preset, "preset_name", m, NULL, &out);
+    LACKING(dt_eviction_from_preset, "preset", m, NULL, &out);
     LACKING(dt_eviction_from_preset, "out", m, "chat", NULL);
     LACKING(dt_eviction_from_file, "path", m, NULL, &out);
     LACKING(dt_eviction_from_file, "model", NULL, "x", &out);

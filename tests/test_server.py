@@ -833,5 +833,5 @@ def test_memory_that_holds_nothing(model, tmp_path):
         assert s.complete(prompt=[5] * (longest - 4), max_tokens=4)["usage"]["completion_tokens"] == 4
     with serving(model, tmp_path, *FLAGS) as s:
         log = open(s.log_path, "rb").read()
-        assert re.search(rb"KV memory: at most [0-9.]+ MiB for all conversations together; one of \d+ tokens: at most ", log), log
+        assert re.search(rb"KV memory: at most [0-9.]+ MiB for all conversations; [0-9.]+ KiB for one of \d+ tokens", log), log
         assert log.count(b"KV memory:") == 1, log

@@ -42,7 +42,8 @@ def spread(value, error, n, form):
 
 def note_unevicted(results):
     """What would else look like quality kept."""
-    names = sorted({row["series"] for r in results if r.get("evicted_tokens") == 0 for row in r["settings"]})
+    names = sorted({f"{row['series']} ({percent(row['kept_share'])} kept)" if "kept_share" in row else row["series"]
+                    for r in results for row in r["settings"] if row.get("eviction_rounds") == 0})
     if names:
         yield "text", f"Nothing was evicted in: {', '.join(names)}. The budgets held all of it, so both sides are the full cache."
 

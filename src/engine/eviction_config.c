@@ -497,12 +497,12 @@ static dt_status finish(dt_status status, const dt_model_info *info, dt_eviction
     return status;
 }
 
-dt_status dt_eviction_from_preset(const dt_model *model, const char *preset_name, dt_eviction **out, dt_error *error) {
-    if (DT_LACKS(error, model, preset_name, out)) {
+dt_status dt_eviction_from_preset(const dt_model *model, const char *preset, dt_eviction **out, dt_error *error) {
+    if (DT_LACKS(error, model, preset, out)) {
         return DT_ERR_ARGUMENT;
     }
     const dt_model_info *info = dt_model_get_info(model);
-    const dt_status status = dt_eviction_config_preset(info->n_layers, preset_name, out, error);
+    const dt_status status = dt_eviction_config_preset(info->n_layers, preset, out, error);
     if (status == DT_OK) {
         dt_eviction_learn(*out, model);
     }

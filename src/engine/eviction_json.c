@@ -245,7 +245,7 @@ static dt_status read_lanes(const reader *r, int32_t field, const json_t *value,
 /* One list of numbers for each KV head, all of the same length; they become the settings' own. */
 static dt_status read_weights(const reader *r, int32_t field, const json_t *value, dt_eviction_request *request) {
     static const char what[] =
-        "must be a list with a list of numbers, of -1e6 to 1e6, for each KV head, as ./deeptutor-eval calibrate writes it";
+        "must be a list with a list of numbers, of -1e6 to 1e6, for each KV head, as ./deeptutor-eval calibrate -m MODEL writes it";
     const size_t n_lanes = json_array_size(value), n = json_array_size(json_array_get(value, 0));
     if (n_lanes < 1 || n_lanes > MAX_LANES || n < 1 || n > MAX_WEIGHTS) {
         return fail_at(r, field, "weights", "%s", what);
@@ -357,7 +357,7 @@ static dt_status check_request(const reader *r, const int32_t at[N_FIELDS], cons
     }
     if (request->policy->needs_weights && at[WEIGHTS] < 0) {
         return fail_at(r, at[SCORE], field_names[SCORE],
-                       "predict needs the model's \"weights\"; ./deeptutor-eval calibrate writes a file that has them");
+                       "predict needs the model's \"weights\"; ./deeptutor-eval calibrate -m MODEL writes a file that has them");
     }
     if (at[MAX_SIZE] < 0 && at[LANES] < 0) {
         return fail_at(r, -1, NULL, "\"max_cache_size\" is missing; policy %s needs it, for example \"max_cache_size\": 4096",

@@ -85,7 +85,8 @@ void dt_eviction_learn(dt_eviction *preset, const dt_model *model) {
     if (dt_eviction_from_file(model, path, &learned, &why) != DT_OK) {
         dt_log(DT_LOG_WARN, "TLC: %s; the preset goes by its own scores", why.message);
     } else if (!has_all_weights(learned, info->windows)) {
-        dt_log(DT_LOG_WARN, "TLC: %s lacks weights; the preset goes by its own scores. ./deeptutor-eval calibrate writes it anew",
+        dt_log(DT_LOG_WARN,
+               "TLC: %s lacks weights; the preset goes by its own scores. ./deeptutor-eval calibrate -m MODEL writes it anew",
                path);
     } else {
         dt_log(DT_LOG_INFO, "TLC: the preset goes by what was learned about this model, %s", path);

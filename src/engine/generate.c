@@ -161,5 +161,7 @@ dt_status dt_generate_drafted(dt_session *session, dt_sampler *sampler, dt_draft
 
 dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
                       dt_generate_result *result, dt_error *error) {
-    return dt_generate_drafted(session, sampler, NULL, n_predict, on_token, user, result, error);
+    return DT_LACKS(error, session, sampler)
+               ? DT_ERR_ARGUMENT /* by this function's name */
+               : dt_generate_drafted(session, sampler, NULL, n_predict, on_token, user, result, error);
 }

@@ -699,6 +699,9 @@ dt_status dt_session_sync(dt_session *session, const int32_t *tokens, size_t n, 
                           dt_sync_result *result, dt_error *error) {
     dt_session *s = session;
     dt_sync_result local = {0};
+    if (DT_LACKS(error, session) || (n > 0 && DT_LACKS(error, tokens))) { /* by this function's name */
+        return DT_ERR_ARGUMENT;
+    }
     result = result ? result : &local;
     const int64_t start = dt_clock_us();
     dt_status status = dt_session_reuse(s, tokens, n, result, error);

@@ -10,6 +10,7 @@
 #include <math.h>
 #include <string.h>
 
+/* The names of the first two, and of their scores, stand in the help of deeptutor-eval too (apps/eval.c). */
 static const dt_policy *const policies[] = {&dt_policy_local_window,
                                             &dt_policy_importance_score,
                                             &dt_policy_reconstruct,
