@@ -173,14 +173,14 @@ void dt_eviction_set_windows(dt_eviction *eviction, const int32_t *windows) {
 
 /* ---- presets ---- */
 
-typedef struct preset {
+typedef struct preset_row {
     const char *name;
     const dt_policy *shallow_policy, *deep_policy;
     int32_t shallow_max, deep_max, min;
     int32_t least_deep; /* deep layers at least; otherwise the second half */
-} preset;
+} preset_row;
 
-static const preset presets[] = {
+static const preset_row presets[] = {
     {"chat", &dt_policy_local_window, &dt_policy_importance_score, 2048, 4096, 512, 0},
     {"docqa", &dt_policy_local_window, &dt_policy_importance_score, 4096, 8192, 1024, 8},
     {"code", &dt_policy_local_window, &dt_policy_local_window, 4096, 4096, 1024, 0},
@@ -189,7 +189,7 @@ static const preset presets[] = {
 
 dt_status dt_eviction_config_preset(int32_t n_layers, const char *name, dt_eviction **out, dt_error *error) {
     *out = NULL;
-    const preset *found = NULL;
+    const preset_row *found = NULL;
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
         if (strcmp(presets[i].name, name) == 0) {
             found = &presets[i];
