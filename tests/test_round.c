@@ -312,6 +312,21 @@ static void test_a_failed_round_leaves_a_whole_cache(void **state) {
     assert_int_equal(atomic_load(&memory.bytes), 0);
 }
 
+static void test_a_round_beyond_the_limit_names_it(void **state) {
+    (void)state;
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0}};
+    dt_kv *kv = new_cache(budgets, 1, 1);
+    int32_t next = 0;
+    add(kv, 1, 1, &next, 200);
+    memory.limit = atomic_load(&memory.bytes);
+    dt_round_result result;
+    dt_error error;
+    assert_int_equal(dt_kv_round(kv, next, false, NULL, &result, &error), DT_ERR_MEMORY);
+    memory.limit = 0;
+    assert_non_null(strstr(error.message, "is reached after 200 tokens (--kv-memory)"));
+    dt_kv_free(kv);
+}
+
 /* ---- rounds on several threads ---- */
 
 enum { N_WORKERS = 6 }; /* more than a round takes */
@@ -593,6 +608,7 @@ int main(void) {
         cmocka_unit_test(test_settled_rounds_allocate_nothing),
         cmocka_unit_test(test_streaming_memory_is_bounded),
         cmocka_unit_test(test_a_failed_round_leaves_a_whole_cache),
+        cmocka_unit_test(test_a_round_beyond_the_limit_names_it),
         cmocka_unit_test(test_threads_change_nothing),
         cmocka_unit_test(test_a_failed_round_on_threads),
         cmocka_unit_test(test_lanes_have_their_own_sizes),

@@ -126,7 +126,7 @@ static dt_status prepare(dt_kv *kv, int32_t limit, dt_error *error) {
             }
             for (int32_t entry = 0; entry < kv->layers[i].lanes[j].n_entries; entry += params->format.block_tokens) {
                 if (!dt_kv_own_entry(kv, i, j, entry)) {
-                    return dt_fail_memory(error, params->format.block_bytes, "moving the tokens of a shared KV cache");
+                    return dt_kv_fail_memory(kv, params->format.block_bytes, "moving the tokens of a shared KV cache", error);
                 }
             }
         }
@@ -152,7 +152,7 @@ dt_status dt_kv_close_up(dt_kv *kv, int32_t limit, dt_error *error) {
     const size_t bytes = (size_t)longest * sizeof(numbered);
     numbered *entries = status == DT_OK ? dt_kv_scratch(kv, bytes) : NULL;
     if (status != DT_OK || entries == NULL) {
-        return status != DT_OK ? status : dt_fail_memory(error, bytes, "moving the cache's tokens");
+        return status != DT_OK ? status : dt_kv_fail_memory(kv, bytes, "moving the cache's tokens", error);
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];

@@ -546,8 +546,7 @@ static void undo_reserve(dt_kv *kv) {
     }
 }
 
-/* No room for more tokens: the machine has none, or what was promised is used up. */
-static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, dt_error *error) {
+dt_status dt_kv_fail_memory(const dt_kv *kv, size_t bytes, const char *what, dt_error *error) {
     if (kv->memory->limit > 0) {
         return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %s is reached after %d tokens (--kv-memory)",
                        dt_size_of(kv->memory->limit).text, kv->next_position);
@@ -558,7 +557,7 @@ static dt_status fail_growing(const dt_kv *kv, const dt_kv_layer_state *layer, d
                        "others end, or raise it",
                        dt_size_of(kv->memory->parent->limit).text, kv->next_position);
     }
-    return dt_fail_memory(error, dt_kv_block_bytes(layer), "the KV cache");
+    return dt_fail_memory(error, bytes, what);
 }
 
 dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error) {
@@ -575,7 +574,7 @@ dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *e
         for (int32_t j = 0; j < layer->params.n_lanes; j++) {
             if (!lane_reserve(kv, layer, &layer->lanes[j], n)) {
                 undo_reserve(kv);
-                return fail_growing(kv, layer, error);
+                return dt_kv_fail_memory(kv, dt_kv_block_bytes(layer), "the KV cache", error);
             }
         }
     }
@@ -600,7 +599,7 @@ dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer_index, int32_t lane_index,
         lane_extend(layer, lane, 0, 0, n);
         done = !has_bias || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
     }
-    return done ? DT_OK : fail_growing(kv, layer, error);
+    return done ? DT_OK : dt_kv_fail_memory(kv, dt_kv_block_bytes(layer), "the KV cache", error);
 }
 
 void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped, int32_t shift) {
@@ -655,7 +654,7 @@ dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error) {
     const size_t bytes = (size_t)DT_MAX(longest, 1) * sizeof(int32_t);
     int32_t *victims = dt_kv_scratch(kv, bytes);
     if (victims == NULL) {
-        return dt_fail_memory(error, bytes, "cutting the KV cache");
+        return dt_kv_fail_memory(kv, bytes, "cutting the KV cache", error);
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_state *layer = &kv->layers[i];
@@ -664,7 +663,7 @@ dt_status dt_kv_truncate(dt_kv *kv, int32_t position, dt_error *error) {
             const int32_t n_committed = lane->n_entries - kv->n_uncommitted;
             const int32_t n = find_from(layer, lane, n_committed, p, victims);
             if (!remove_prepare(kv, layer, lane, n_committed, 0, victims, n)) {
-                return dt_fail_memory(error, dt_kv_block_bytes(layer), "cutting the KV cache");
+                return dt_kv_fail_memory(kv, dt_kv_block_bytes(layer), "cutting the KV cache", error);
             }
         }
     }
@@ -716,7 +715,7 @@ dt_status dt_kv_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, const i
         newest = DT_MAX(newest, dt_kv_entry_position(f, lane, victim));
     }
     if (!remove_prepare(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n)) {
-        return dt_fail_memory(error, dt_kv_block_bytes(layer), "evicting from a shared KV cache");
+        return dt_kv_fail_memory(kv, dt_kv_block_bytes(layer), "evicting from a shared KV cache", error);
     }
     remove_finish(kv, layer, lane, n_committed, kv->n_uncommitted, victims, n);
     lane_shrink(kv, layer, lane);
@@ -735,7 +734,7 @@ dt_status dt_kv_set_bias(dt_kv *kv, int32_t layer_index, int32_t lane_index, int
                        (double)bias, entry, layer_index, lane_index, lane->n_entries);
     }
     if (!dt_kv_own_biases(kv, layer_index, lane_index)) {
-        return dt_fail_memory(error, dt_kv_array_bytes(layer, lane->capacity_blocks, true), "the KV cache");
+        return dt_kv_fail_memory(kv, dt_kv_array_bytes(layer, lane->capacity_blocks, true), "the KV cache", error);
     }
     lane->bias[entry] = bias;
     return DT_OK;

@@ -108,6 +108,8 @@ size_t dt_kv_round_bytes(const dt_kv_layer_params *params, int32_t n);
 size_t dt_kv_shared_bytes(int32_t n_lanes, size_t n_entries);
 /* Mean lengths of the layers with a policy, summed. */
 double dt_kv_shared_length(const dt_kv *kv);
+/* There is no room for so many bytes: the machine has none, or what was promised (--kv-memory) is used up. */
+dt_status dt_kv_fail_memory(const dt_kv *kv, size_t bytes, const char *what, dt_error *error);
 /* At least `bytes` of scratch, valid until the next call; NULL on failure. */
 void *dt_kv_scratch(dt_kv *kv, size_t bytes);
 

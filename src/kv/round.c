@@ -212,7 +212,7 @@ static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, con
     const size_t bytes = dt_kv_shared_bytes(kv->n_lanes, n_entries);
     char *memory = dt_kv_scratch(kv, bytes);
     if (memory == NULL) {
-        return dt_fail_memory(error, bytes, "sharing out the KV cache");
+        return dt_kv_fail_memory(kv, bytes, "sharing out the KV cache", error);
     }
     shared_lane *lanes = (shared_lane *)memory;
     float *scores = (float *)(memory + DT_ROUND_UP((size_t)kv->n_lanes * sizeof(shared_lane), (size_t)64));
@@ -288,7 +288,7 @@ static dt_status evict_lanes(dt_kv *kv, int32_t next_position, const dt_workers 
     const size_t bytes = (size_t)n_threads * scratch_bytes;
     char *scratch = n_due > 0 ? dt_kv_scratch(kv, bytes) : NULL;
     if (scratch == NULL) {
-        return n_due == 0 ? DT_OK : dt_fail_memory(error, bytes, "choosing what to evict");
+        return n_due == 0 ? DT_OK : dt_kv_fail_memory(kv, bytes, "choosing what to evict", error);
     }
     lane_walk walk = {.kv = kv,
                       .next_position = next_position,

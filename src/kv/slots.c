@@ -157,7 +157,7 @@ dt_status dt_kv_absorb(dt_kv *kv, int32_t layer_index, int32_t lane_index, const
     a.n = find_merged(layer, lane, lane->n_entries - kv->n_uncommitted, victims, n, entries);
     a.n_slots = DT_MIN(capacity, a.n);
     if (a.n_slots > 0 && !prepare(kv, layer_index, lane_index, entries, a.n_slots, a.n)) {
-        return dt_fail_memory(error, f->block_bytes, "memory slots");
+        return dt_kv_fail_memory(kv, f->block_bytes, "memory slots", error);
     }
     int32_t newest = -1, n_tokens_written = 0;
     if (a.n_slots > 0) {

@@ -15,7 +15,7 @@ dt_status dt_kv_drop_passed(dt_kv *kv, int32_t layer, int32_t lane, int32_t firs
     const size_t bytes = 2 * (size_t)view.n_entries * sizeof(int32_t);
     int32_t *positions = view.n_entries > 0 ? dt_kv_scratch(kv, bytes) : NULL;
     if (positions == NULL) {
-        return view.n_entries == 0 ? DT_OK : dt_fail_memory(error, bytes, "dropping what a sliding window has passed");
+        return view.n_entries == 0 ? DT_OK : dt_kv_fail_memory(kv, bytes, "dropping what a sliding window has passed", error);
     }
     int32_t *victims = positions + view.n_entries, n = 0;
     dt_kv_positions(kv, layer, lane, positions);
