@@ -80,11 +80,12 @@ static size_t bytes_of(const dt_api *api, int32_t token, char *out, size_t capac
     return n < capacity ? n : capacity;
 }
 
-/* A token as the completions API names it: its text, or bytes:\xNN... where that is no text. */
+/* A token as the completions API names it: its text, or bytes:\xNN... where that is no text; NUL is none, since no field of an object
+ * may be named so. */
 static json_t *token_name(const dt_api *api, int32_t token) {
     char bytes[256], name[16 + 4 * sizeof bytes];
     const size_t n = bytes_of(api, token, bytes, sizeof bytes);
-    json_t *json = json_stringn(bytes, n); /* NULL where it is not UTF-8 */
+    json_t *json = memchr(bytes, 0, n) == NULL ? json_stringn(bytes, n) : NULL; /* NULL where it is not UTF-8 */
     if (json == NULL) {
         size_t used = (size_t)snprintf(name, sizeof name, "bytes:");
         for (size_t i = 0; i < n; i++) {

@@ -54,6 +54,19 @@ def openai_row(name, prompt, **body):
             "body": {"messages": [{"role": "user", "content": prompt}], **body}}
 
 
+def test_texts_with_nul(model, tmp_path):
+    """Such a byte is no text, as others that are not UTF-8: its token's name is bytes:\\x00, and the run goes on behind it."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"custom_id": f"{i}", "url": "/v1/completions", "body": {
+        "prompt": WORDS, "max_tokens": 200, "temperature": 3, "top_k": 0, "top_p": 1, "min_p": 0, "seed": i,
+        "logprobs": 20}}) + "\n" for i in range(4)))
+    for _ in range(2):
+        batch(model, source, target)
+    choices = [row["response"]["body"]["choices"][0] for row in lines(target).values()]
+    assert len(choices) == 4 and any("bytes:\\x00" in choice["logprobs"]["tokens"] for choice in choices)
+    assert any("bytes:\\x00" in tops for choice in choices for tops in choice["logprobs"]["top_logprobs"])
+
+
 def test_bad_rows(model, tmp_path):
     """Every kind of row: one line each, and the good ones' texts."""
     rows = [
