@@ -52,7 +52,14 @@ bool dt_reader_model(dt_reader *r) {
 
 /* ---- sampling ----------------------------------------------------------------------------------- */
 
-static bool read_choices(dt_reader *r, int64_t *out) { return dt_reader_whole(r, r->body, "n", 1, r->api->n_choices_max, out); }
+static bool read_choices(dt_reader *r, int64_t *out) {
+    if (!dt_reader_whole(r, r->body, "n", 1, DT_JOB_CHOICES_MAX, out)) {
+        return false;
+    }
+    return *out <= r->api->n_choices_max ||
+           dt_reader_refuse(r, 400, "n is %lld, but at most %d replies are computed at once here; ask for fewer", (long long)*out,
+                            (int)r->api->n_choices_max);
+}
 
 static bool take_text(dt_reader *r, const char *text, char **out) {
     free(*out);

@@ -208,6 +208,7 @@ def test_json_schema(server):
     ({"messages": user("x"), "temperature": -1}, "temperature"), ({"messages": user("x"), "temperature": "hot"}, "temperature"),
     ({"messages": user("x"), "max_tokens": -1}, "max_tokens"), ({"messages": user("x"), "max_tokens": 1.5}, "max_tokens"),
     ({"messages": user("x"), "n": 0}, "n must"), ({"messages": user("x"), "n": 99}, "n must"),
+    ({"messages": user("x"), "n": 5}, "at most 4 replies are computed at once here"),
     ({"messages": user("x"), "stop": [1]}, "stop"), ({"messages": user("x"), "stop": ["a"] * 17}, "stop"),
     ({"messages": user("x"), "stop": "x" * 300}, "stop"), ({"messages": user("x"), "tools": [{}]}, "tools"),
     ({"messages": user("x"), "logit_bias": {"1": 2}}, "logit_bias"), ({"messages": user("x"), "presence_penalty": 1}, "presence"),
