@@ -139,12 +139,17 @@ dt_status eval_long(eval *e, dt_error *error) {
             "--context or --continuation",
             e->n_text, context, n);
     }
-    if (e->n_text < last + n + 1 || step < n) {
-        return dt_app_fail(
-            error, DT_ERR_ARGUMENT,
-            "%zu pieces of %zu tokens up to %zu times a context of %zu need a text of %zu tokens; this one has %zu: give %s",
-            n_pieces, n, times, context, last + n + 1, e->n_text,
-            step < n ? "fewer or shorter pieces (--chunks, --continuation), or more --times" : "fewer --times");
+    if (step < n) {
+        return dt_app_fail(error, DT_ERR_ARGUMENT,
+                           "%zu pieces of %zu tokens don't fit between %zu and %zu tokens: give fewer or shorter ones (--chunks, "
+                           "--continuation), or more --times",
+                           n_pieces, n, context, last);
+    }
+    if (e->n_text < last + n + 1) {
+        return dt_app_fail(error, DT_ERR_ARGUMENT,
+                           "%zu pieces of %zu tokens up to %zu times a context of %zu need a text of %zu tokens; this one has %zu: "
+                           "give fewer --times",
+                           n_pieces, n, times, context, last + n + 1, e->n_text);
     }
     piece *pieces = calloc(n_pieces, sizeof *pieces);
     if (pieces == NULL) {

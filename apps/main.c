@@ -493,7 +493,7 @@ static int run_all(void *user) {
     dt_model *model = NULL;
     dt_status status = texts_read(o, &t, &error);
     if (status == DT_OK && o->shared.stats_json != NULL) {
-        char *learned = dt_eviction_learned_path(o->shared.model);
+        char *learned = dt_eviction_learned_file(o->shared.model);
         const char *const inputs[] = {o->shared.model, o->file, o->shared.eviction_config, o->shared.grammar_file, o->session,
                                       o->draft_model,  learned};
         status = dt_stats_file_open(o->shared.stats_json, inputs, sizeof inputs / sizeof inputs[0], &stats, &error);

@@ -573,8 +573,8 @@ void dt_shared_options_session(const dt_shared_options *o, dt_session_params *ou
 
 /* What it is worth: docs/quality.md, presets. */
 static void hint_at_calibration(const dt_model *model, const char *path) {
-    char *learned = dt_eviction_learned_path(path);
-    if (learned != NULL && dt_model_get_info(model)->has_tokenizer && access(learned, F_OK) != 0) {
+    char *learned = dt_eviction_learned_file(path);
+    if (learned == NULL && dt_model_get_info(model)->has_tokenizer) {
         dt_report(DT_LOG_INFO, "TLC: not calibrated; presets lose less after this, once for the model:");
         dt_report(DT_LOG_INFO, "TLC: ./deeptutor-eval calibrate -m %s", path);
     }

@@ -227,8 +227,10 @@ typedef struct dt_eviction dt_eviction; /* settings per layer, fitted to one mod
  * and the two below: DT_ERR_CONFIG for what the settings say, DT_ERR_IO for a file that can't be read; free with dt_eviction_free,
  * also before the sessions made with it. */
 dt_status dt_eviction_from_preset(const dt_model *model, const char *preset, dt_eviction **out, dt_error *error);
-/* Where that file lies for a model's path. dt_free; NULL when memory is short. */
+/* Where that file belongs for a model's path. dt_free; NULL when memory is short. */
 char *dt_eviction_learned_path(const char *model_path);
+/* The one that presets go by: it lies there or, where the path is a link, beside the model itself. dt_free; NULL: there is none. */
+char *dt_eviction_learned_file(const char *model_path);
 /* JSON as docs/eviction-config.md describes; errors name file, line, key and what would be right. */
 dt_status dt_eviction_from_file(const dt_model *model, const char *path, dt_eviction **out, dt_error *error);
 /* The same from text[n_bytes]; `name` stands for the file in errors and in dt_eviction_name. */

@@ -242,6 +242,19 @@ def test_lines_fit_a_terminal(tmp_path):
 
 
 @needs_model
+def test_calibration_beside_what_a_link_leads_to(tmp_path):
+    """Where none lies beside the link."""
+    (tmp_path / "real").mkdir()
+    shutil.copy(MODEL, tmp_path / "real/m.gguf")
+    (tmp_path / "link.gguf").symlink_to("real/m.gguf")
+    for name in (None, "real/m.tlc.json", "link.tlc.json"):  # what is no calibration is named in a warning
+        if name:
+            (tmp_path / name).write_text("[]")
+        log = run("-m", "link.gguf", "-p", "x", "-n", "1", "--cache-eviction", cwd=tmp_path).stderr.decode()
+        assert ("not calibrated" in log) == (name is None) and (name is None or name in log), log
+
+
+@needs_model
 def test_truncated_model(tmp_path):
     size = os.path.getsize(MODEL)
     with open(MODEL, "rb") as source:

@@ -4,6 +4,7 @@
  *
  * Invariant: a preset is whole with or without it, and in total keeps as many tokens.
  */
+#define _DEFAULT_SOURCE /* realpath on glibc */
 #include "engine/engine.h"
 #include "engine/eviction_json.h"
 
@@ -32,6 +33,21 @@ char *dt_eviction_learned_path(const char *model_path) {
 static bool is_there(const char *path) {
     struct stat info;
     return path != NULL && stat(path, &info) == 0 && S_ISREG(info.st_mode) && access(path, R_OK) == 0;
+}
+
+char *dt_eviction_learned_file(const char *model_path) {
+    char *path = dt_eviction_learned_path(model_path);
+    if (!is_there(path)) {
+        char *real = model_path != NULL ? realpath(model_path, NULL) : NULL;
+        free(path);
+        path = dt_eviction_learned_path(real);
+        free(real);
+    }
+    if (!is_there(path)) {
+        free(path);
+        path = NULL;
+    }
+    return path;
 }
 
 static bool has_all_weights(const dt_eviction *learned, const int32_t *windows) {
@@ -75,9 +91,8 @@ static void learn(dt_eviction *preset, const dt_eviction *learned) {
 /* A file that is not of this model, or can't be read, is no reason to fail: a preset works without. */
 void dt_eviction_learn(dt_eviction *preset, const dt_model *model) {
     const dt_model_info *info = dt_model_get_info(model);
-    char *path = dt_eviction_learned_path(dt_gguf_path(model->gguf));
-    if (!is_there(path)) {
-        free(path);
+    char *path = dt_eviction_learned_file(dt_gguf_path(model->gguf));
+    if (path == NULL) {
         return;
     }
     dt_eviction *learned = NULL;

@@ -191,11 +191,12 @@ static void log_plan(const plan *p, const dt_session_params *asked, uint64_t ful
 
 static dt_status refuse(const plan *p, bool evicts, dt_error *error) {
     const unsigned long long kib = (unsigned long long)(p->bytes + 1023) / 1024; /* weighed last: the most frugal settings */
-    return dt_fail(error, DT_ERR_LIMIT,
-                   "%s is too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
-                   dt_size_of(p->params->kv_memory).text, expected_tokens(p->params), kib,
-                   evicts ? "; a shorter context (-c) or smaller budgets may need less"
-                          : "; a shorter context (-c) needs less, and --cache-eviction may");
+    return dt_fail(
+        error, DT_ERR_LIMIT, "%s is too little for the KV cache of %d tokens: the least that works is --kv-memory %lluK%s",
+        dt_size_of(p->params->kv_memory).text, expected_tokens(p->params), kib,
+        evicts
+            ? "; fewer tokens (a shorter text, -n, or in a chat -c) or smaller budgets may need less"
+            : "; fewer tokens need less (a shorter text, -n, or in a chat -c), and so may --cache-eviction where many are evicted");
 }
 
 dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_budget *budgets, int32_t *total_cache_size,

@@ -555,8 +555,9 @@ static size_t common_prefix(const dt_session *s, const int32_t *tokens, size_t n
 /* What to do where a conversation may not pass its context. */
 static const char *advice(const dt_session *s) {
     return may_evict(s)
-               ? "give a smaller max_cache_size for every layer, so that the conversation can go on past it, or raise the context "
-                 "length where the model can follow"
+               ? "let every layer evict, with a max_cache_size well below the context, so that the conversation can go on past it, "
+                 "or raise "
+                 "the context length where the model can follow"
                : "shorten the text, let layers evict (--cache-eviction), or raise the context length where the model can follow";
 }
 
