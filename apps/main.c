@@ -198,6 +198,11 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
                  "%s holds a chat; add -cnv to go on with it, or name another file for this text", o->session);
         return error->code = DT_ERR_ARGUMENT;
     }
+    if (status == DT_OK && o->conversation && run->loaded_tokens > 0 && !dt_chat_is_in(run->session)) {
+        snprintf(error->message, sizeof error->message,
+                 "%s holds a text and no chat; leave out -cnv to go on with it, or name another file for this chat", o->session);
+        return error->code = DT_ERR_ARGUMENT;
+    }
     return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
 }
 
@@ -320,9 +325,22 @@ static dt_status compute_last(const dt_run *run, size_t n_given, dt_error *error
     return dt_session_append(run->session, run->generated[run->n_generated - 1], error);
 }
 
+/* Nothing can follow what was loaded: its last word, which is not in the file, would be told again. */
+static bool is_full(const dt_run *run) {
+    dt_session_stats stats;
+    dt_session_get_stats(run->session, &stats);
+    return stats.n_tokens >= stats.n_ctx;
+}
+
 static dt_status complete(const main_options *o, dt_run *run, const texts *t, int *out_exit, dt_error *error) {
     if (t->n_tokens == 0 && !t->goes_on) {
         dt_report(DT_LOG_ERROR, "the prompt is empty and this model has no start token to begin from; give it some text");
+        *out_exit = 2;
+        return DT_OK;
+    }
+    if (t->goes_on && o->n_predict != 0 && is_full(run)) {
+        dt_report(DT_LOG_ERROR, "%s holds the longest conversation that this context has room for; a larger -c goes on with it",
+                  o->session);
         *out_exit = 2;
         return DT_OK;
     }

@@ -379,9 +379,11 @@ bool dt_options_parse(const dt_option_group *const *groups, size_t n_groups, int
         char name[NAME_MAX_BYTES], nearest[NAME_MAX_BYTES] = "";
         const char *text = split_flag(argv[i], name);
         if (name[0] != '-' || name[1] == 0) {
+            const size_t n = strlen(argv[i]);
             return refuse(message, capacity, "'%.60s' is no flag; %s", argv[i],
-                          find_option(groups, n_groups, "--prompt") != NULL ? "a prompt is given with -p, and put into quotes"
-                                                                            : "--help lists all");
+                          n > 5 && strcmp(argv[i] + n - 5, ".gguf") == 0      ? "a model is given with -m"
+                          : find_option(groups, n_groups, "--prompt") != NULL ? "a prompt is given with -p, and put into quotes"
+                                                                              : "--help lists all");
         }
         const dt_option *option = find_option(groups, n_groups, name);
         const dt_foreign_flag *foreign = option == NULL ? dt_find_foreign_flag(name) : NULL;
@@ -572,9 +574,9 @@ void dt_shared_options_session(const dt_shared_options *o, dt_session_params *ou
 }
 
 /* What it is worth: docs/quality.md, presets. */
-static void hint_at_calibration(const dt_model *model, const char *path) {
+static void hint_at_calibration(const char *path) {
     char *learned = dt_eviction_learned_file(path);
-    if (learned == NULL && dt_model_get_info(model)->has_tokenizer) {
+    if (learned == NULL) {
         dt_report(DT_LOG_INFO, "TLC: not calibrated; presets lose less after this, once for the model:");
         dt_report(DT_LOG_INFO, "TLC: ./deeptutor-eval calibrate -m %s", path);
     }
@@ -612,7 +614,7 @@ dt_status dt_shared_options_eviction(const dt_shared_options *o, const dt_model 
         return status;
     }
     if (o->eviction_config == NULL) {
-        hint_at_calibration(model, o->model);
+        hint_at_calibration(o->model);
     }
     *out_eviction = eviction;
     return DT_OK;

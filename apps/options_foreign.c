@@ -22,7 +22,7 @@ static const dt_foreign_flag flags[] = {
     {"-cb, --cont-batching", DT_FOREIGN_NONE, true, "requests always share batches"},
     {"--metrics", DT_FOREIGN_NONE, true, "the server's /metrics is always there"},
     {"--webui, --cache-prompt", DT_FOREIGN_NONE, true, "the server's page and its caching are always there"},
-    {"--perf, --no-perf, --show-timings, --no-show-timings", DT_FOREIGN_NONE, true,
+    {"--perf, --no-perf, -no-perf, --show-timings, --no-show-timings", DT_FOREIGN_NONE, true,
      "timings are always told; --log-level warn keeps them away"},
     {"-co, --color, --simple-io", DT_FOREIGN_NONE, true, "text is always plain"},
     {"-kvu, --kv-unified", DT_FOREIGN_NONE, true, "all conversations share the memory that --kv-memory allows"},
@@ -39,6 +39,7 @@ static const dt_foreign_flag flags[] = {
      "what a sliding window has passed is read again where a conversation goes back to it"},
     {"--no-mmproj, --mmproj-auto, --no-mmproj-auto", DT_FOREIGN_NONE, true, "there is text only"},
     {"--ui", DT_FOREIGN_NONE, true, "the server's page is always there"},
+    {"-bs, --backend-sampling", DT_FOREIGN_NONE, true, "sampling takes no time worth a device"},
     {"--repack", DT_FOREIGN_NONE, true, "weights are always packed anew where that makes them faster"},
     /* cache */
     {"--keep", DT_FOREIGN_VALUE, false, "the first tokens stay under eviction; how many is sink_tokens of an --eviction-config"},
@@ -79,12 +80,14 @@ static const dt_foreign_flag flags[] = {
     {"-mli, --multiline-input", DT_FOREIGN_NONE, false, "-f - reads a text of several lines from stdin"},
     {"-jf, --json-schema-file", DT_FOREIGN_VALUE, false, "write --json-schema \"$(cat FILE)\""},
     {"-sp, --special", DT_FOREIGN_NONE, false, "special tokens are never shown as text"},
+    {"--spm-infill", DT_FOREIGN_NONE, false, "there is no infilling; a prompt of -p or -f is taken as it is"},
+    {"--license, --licenses", DT_FOREIGN_NONE, false, "the files LICENSE and deps/README.md name them"},
     {"--no-jinja", DT_FOREIGN_NONE, false, "chat templates are always Jinja; --chat-template NAME takes a built-in one"},
     /* sampling */
     {"--repeat-last-n", DT_FOREIGN_VALUE, false, "--repeat-penalty looks at the last 64 tokens, always"},
     {"--presence-penalty, --frequency-penalty, --typical, --typical-p, --top-nsigma, --top-n-sigma, --xtc-*, --mirostat, "
      "--mirostat-*, "
-     "--dynatemp-*, --dry-*, --adaptive-*, --samplers, --sampler-seq, --sampling-seq, -l, --logit-bias",
+     "--dynatemp-*, --dry-*, --adaptive-*, --samplers, --sampler-seq, --sampling-seq, -ser, -l, --logit-bias",
      DT_FOREIGN_VALUE, false, "sampling has --temp, --top-k, --top-p, --min-p and --repeat-penalty"},
     {"--reasoning-*, -rea, --reasoning", DT_FOREIGN_VALUE, false, "what a model thinks aloud is text like any other"},
     /* model */

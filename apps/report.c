@@ -32,6 +32,8 @@
 static struct {
     dt_log_level level;
     bool bar, sessions_quiet;
+    bool one_terminal; /* for text and log */
+    bool text_begun;   /* its last line is text, without its end */
     volatile sig_atomic_t drawn;
     double started, last;        /* seconds; started 0 = no progress yet */
     int64_t done_at_start, done; /* tokens: at the first call, after the last step */
@@ -80,7 +82,12 @@ static void print_line(dt_log_level level, const char *line) {
     if (level <= report.level) {
         pthread_mutex_lock(&lock);
         wipe_bar();
-        fprintf(stderr, "%s%s\n", level == DT_LOG_ERROR ? "error: " : level == DT_LOG_WARN ? "warning: " : "", line);
+        fprintf(stderr, "%s%s%s\n", report.text_begun ? "\n" : "",
+                level == DT_LOG_ERROR  ? "error: "
+                : level == DT_LOG_WARN ? "warning: "
+                                       : "",
+                line);
+        report.text_begun = false;
         pthread_mutex_unlock(&lock);
     }
 }
@@ -159,6 +166,7 @@ dt_status dt_report_eviction(const dt_eviction *eviction, const char *more, dt_e
 
 void dt_report_init(dt_log_level level, bool bar) {
     report.level = level;
+    report.one_terminal = isatty(STDOUT_FILENO) && isatty(STDERR_FILENO);
     report.bar = bar && level >= DT_LOG_INFO && isatty(STDERR_FILENO);
     dt_log_set(receive_log, NULL);
 }
@@ -169,6 +177,12 @@ dt_status dt_report_flush_table(dt_error *error) {
     }
     snprintf(error->message, sizeof error->message, "the table can't be written to stdout: %s", strerror(errno));
     return error->code = DT_ERR_IO;
+}
+
+void dt_report_text(bool begun) {
+    pthread_mutex_lock(&lock);
+    report.text_begun = begun && report.one_terminal;
+    pthread_mutex_unlock(&lock);
 }
 
 void dt_report_sessions(bool shown) { report.sessions_quiet = !shown; }

@@ -152,6 +152,7 @@ static void write_bytes(dt_output *output, const char *bytes, size_t n) {
         }
     }
     output->line_begun = bytes[n - 1] != '\n';
+    dt_report_text(output->line_begun);
 }
 
 /* How many bytes the character that begins with `first` has; 1 for a byte that can't begin one. */
@@ -190,6 +191,7 @@ void dt_output_end(dt_output *output) {
     output->n_held = 0;
     write_bytes(output, "\n", 1);
     output->line_begun = false;
+    dt_report_text(false);
 }
 
 /* ---- generation --------------------------------------------------------------------------------- */

@@ -6,6 +6,7 @@ tests are named by their number (cases).
 """
 import json
 import os
+import pty
 import re
 import resource
 import signal
@@ -102,6 +103,27 @@ def test_int8_past_the_trained_length(tmp_path, head_dim, head_dim_v):
         assert b"the context of 256 is used up" in log.stderr and b"trained with" not in log.stderr
         assert stats["generated_tokens"] == 600 and all(layer["length"] <= 96 for layer in stats["layers"])
     assert results[1]["kv_bytes"] < 0.8 * results[0]["kv_bytes"]
+
+
+def test_log_within_text_on_a_terminal(tmp_path):
+    """A line of the log that comes while text is written begins a line of its own."""
+    path = make_model(tmp_path / "m.gguf", "--ctx", 256)
+    (tmp_path / "g").write_text('root ::= "a"*')
+    ours, theirs = pty.openpty()
+    program = subprocess.Popen([MAIN, "-m", path, "-p", "abc " * 30, "-n", "400", "--ignore-eos", "--cache-eviction", "--max-cache-size",
+                                "96", "-b", "32", "--grammar-file", str(tmp_path / "g")],
+                               stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    told = b""
+    while True:
+        try:
+            told += os.read(ours, 4096)
+        except OSError:  # so a terminal ends on Linux
+            break
+    os.close(ours)
+    assert program.wait() == 0, told
+    at = told.index(b"after 256 tokens the context of 256 is used up")
+    assert told[at - 3:at] == b"a\r\n" and told[told.index(b"\r\n", at):][:3] == b"\r\na"
 
 
 # ---- contexts ------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def test_help_and_version():
     (["--kv-memory", "-1M"], "--kv-memory needs a size"),
     (["-n"], "-n needs a value"),
     (["text without flag"], "is no flag"),
+    (["model.gguf"], "a model is given with -m"),
     (["-f", "a.txt"], "not both"),
     (["--max-cache-size", "256"], "--max-cache-size needs --cache-eviction"),
     (["--eviction-preset", "chat"], "--eviction-preset needs --cache-eviction"),

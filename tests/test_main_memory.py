@@ -17,12 +17,15 @@ EVICT = ("--cache-eviction", "--max-cache-size", "512", "--min-cache-size", "64"
 
 @needs_model
 def test_promise(tmp_path):
+    wholes = set()
     for limit, flags in ((64 << 20, EVICT), (16 << 20, EVICT), (10 << 20, EVICT), (32 << 20, ())):
         log, stats = run_stats(tmp_path, "-p", TEXT, "-n", "8", "--temp", "0", "--kv-memory", str(limit), *flags)
         most, full = re.search(rb"KV memory: at most ([0-9.]+) MiB; \d+ tokens with nothing evicted: ([0-9.]+) MiB", log.stderr).groups()
         assert stats["kv_bytes_peak"] <= limit
-        assert stats["kv_bytes_peak"] <= (float(most) + 0.1) * (1 << 20) and float(most) <= float(full)
+        assert stats["kv_bytes_peak"] <= (float(most) + 0.1) * (1 << 20)
+        wholes.add(full)
         assert stats["generated_tokens"] == 8
+    assert len(wholes) == 1  # what eviction needs beside keys and values is no part of it
 
 
 @needs_model

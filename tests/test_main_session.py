@@ -333,6 +333,49 @@ def test_a_chat_stays_a_chat(tmp_path):
 
 
 @needs_model
+def test_a_text_becomes_no_chat(tmp_path):
+    session = tmp_path / "s.bin"
+    flags = ("-n", "4", "--temp", "0", "--session", str(session))
+    assert run_model("-p", TEXT, *flags).returncode == 0
+    text = session.read_bytes()
+    assert_fails(run_model("-cnv", "-p", "Hello.", *flags), 2, "holds a text", "-cnv", str(session))
+    assert session.read_bytes() == text and os.listdir(tmp_path) == ["s.bin"]
+
+
+@needs_model
+def test_a_full_session_ends(tmp_path):
+    """Its last word was told; nothing is told twice until there is room."""
+    session = tmp_path / "s.bin"
+    flags = ("--temp", "0", "--ignore-eos", "--session", str(session))
+    assert b"longest length" in run_model("-p", TEXT, "-n", "100", "-c", "64", *flags).stderr
+    full = session.read_bytes()
+    for more in ((), ("-p", "more", "--append")):
+        assert_fails(run_model("-n", "4", "-c", "64", *more, *flags), 2, "a larger -c")
+        assert session.read_bytes() == full
+    assert run_model("-n", "4", "-c", "128", *flags).returncode == 0
+
+
+@needs_model
+def test_a_long_session_under_eviction(tmp_path):
+    """What it holds is loaded whole: with it the promise is told anew, or what would do is."""
+    session = tmp_path / "s.bin"
+    text = " ".join(f"The {i}th sentence of a long story." for i in range(260))
+    assert run_model("-p", text, "-n", "0", "--session", str(session)).returncode == 0
+    flags = ("-p", " And", "--append", "-n", "2", "--temp", "0", "--cache-eviction", "--max-cache-size", "64", "--min-cache-size", "16",
+             "--prefill", "streaming", "-b", "64")
+    asked = run_model("--session", str(session), *flags, "--kv-memory", "20M")
+    assert_fails(asked, 2, "loaded whole", "--kv-memory")
+    enough = re.search(rb"--kv-memory (\d+)K or more", asked.stderr).group(1).decode()
+    for limit in ((), ("--kv-memory", f"{enough}K")):
+        copy = tmp_path / "copy.bin"
+        copy.write_bytes(session.read_bytes())
+        log, stats = run_stats(tmp_path, "--session", str(copy), *flags, *limit)
+        before, after = re.findall(rb"KV memory: at most ([0-9.]+) MiB", log.stderr)
+        assert float(before) * (1 << 20) < stats["kv_bytes_peak"] <= (float(after) + 0.1) * (1 << 20)
+        assert not limit or stats["kv_bytes_peak"] <= int(enough) * 1024
+
+
+@needs_model
 @pytest.mark.parametrize("text", ["precious", "12 monkeys\n", "123", "0\n"])
 def test_somebodys_own_lock_file(tmp_path, text):
     session, lock = tmp_path / "Cargo", tmp_path / "Cargo.lock"

@@ -96,6 +96,20 @@ static uint64_t weigh(plan *p, bool evicts) {
     return p->bytes;
 }
 
+/* The same without eviction and what that needs beside the keys and values. */
+static uint64_t weigh_full(plan *p) {
+    dt_budget *const budgets = p->budgets;
+    const int32_t total = p->total;
+    p->budgets = calloc((size_t)p->model->info.n_layers, sizeof *budgets);
+    p->total = 0;
+    p->failed = p->budgets == NULL;
+    const uint64_t bytes = p->failed ? 0 : weigh(p, false);
+    free(p->budgets);
+    p->budgets = budgets;
+    p->total = total;
+    return bytes;
+}
+
 static bool fits(plan *p) { return !p->failed && weigh(p, true) <= p->params->kv_memory; }
 
 static int32_t least_budget(const dt_budget *b) {
@@ -218,7 +232,7 @@ dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_bu
         evicts = evicts || (budgets[i].policy != NULL && params->evict == DT_EVICT_ALWAYS);
     }
     if (configured && p.longest) {
-        const uint64_t full_bytes = weigh(&p, false);
+        const uint64_t full_bytes = weigh_full(&p);
         weigh(&p, true);
         if (params->kv_memory > 0 && !choose(&p, evicts) && !p.failed) {
             status = refuse(&p, evicts, error);
@@ -234,6 +248,22 @@ dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_bu
     free(configured);
     free(p.longest);
     return status;
+}
+
+uint64_t dt_kv_plan_bound(const dt_session *session, const int32_t *longest) {
+    const dt_model *model = session->model;
+    dt_budget *budgets = calloc((size_t)model->info.n_layers, sizeof *budgets);
+    dt_kv_layer_params *layers = NULL;
+    uint64_t bytes = UINT64_MAX;
+    for (int32_t i = 0; budgets != NULL && i < model->info.n_layers; i++) {
+        budgets[i] = dt_kv_layer(session->kv, i)->budget;
+    }
+    if (budgets != NULL && (layers = dt_kv_plan_layers(model, &session->params, budgets)) != NULL) {
+        bytes = dt_kv_bytes_most(session->kv, longest) + dt_device_cache_bytes_bound(model->decoder, layers, longest);
+    }
+    free(layers);
+    free(budgets);
+    return bytes;
 }
 
 uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
@@ -252,11 +282,7 @@ uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
             p.budgets[i] = dt_kv_layer(session->kv, i)->budget;
         }
         measure_lanes(&p, true);
-        dt_kv_layer_params *layers = dt_kv_plan_layers(p.model, &params, p.budgets);
-        bytes = layers == NULL
-                    ? UINT64_MAX
-                    : dt_kv_bytes_most(session->kv, p.longest) + dt_device_cache_bytes_bound(p.model->decoder, layers, p.longest);
-        free(layers);
+        bytes = dt_kv_plan_bound(session, p.longest);
     }
     free(p.budgets);
     free(p.longest);

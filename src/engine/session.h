@@ -11,6 +11,8 @@
 #define DT_REPLAYED_TOKENS 64
 /* Tokens that reconstruct repeats at a time, at most. */
 #define DT_REPEAT_CHUNK 512
+/* Of a prefill, where the caller asks for none. */
+#define DT_SESSION_DEFAULT_BATCH 512
 
 /* A cache's memory, counted together with that of its forks. */
 typedef struct dt_shared_memory {

@@ -11,6 +11,7 @@
 #endif
 #include "base/file_map.h"
 #include "base/hash.h"
+#include "engine/kv_plan.h"
 #include "engine/session.h"
 #include "engine/session_file.h"
 
@@ -42,6 +43,7 @@ typedef struct reader {
     dt_session_header header;
     dt_error *error;
     bool lacks_peaks; /* the session wants them, and the file has none */
+    uint64_t most;    /* bytes that a cache with the file's lanes takes at most until something of them is evicted; 0 = unknown */
 } reader;
 
 static dt_status damaged(const reader *r, const char *what) {
@@ -272,8 +274,8 @@ static bool is_wanted(const dt_kv *kv, int32_t layer, int column) {
     return (dt_session_column_flag(column) & ~dt_session_layer_flags(kv, layer)) == 0;
 }
 
-/* Finds the lane and makes room for it. Its content is still to be checked: only sizes are believed, and those fit each other. */
-static dt_status find_lane(reader *r, dt_kv *kv, lane_part *part) {
+/* Finds the lane. Its content is still to be checked: only sizes are believed, and those fit each other. */
+static dt_status find_lane(reader *r, const dt_kv *kv, lane_part *part) {
     dt_status status = find_section(r, "LANE", part->layer, part->lane, &part->payload);
     if (status != DT_OK) {
         return status;
@@ -298,8 +300,23 @@ static dt_status find_lane(reader *r, dt_kv *kv, lane_part *part) {
         return damaged(r, "tokens that are still to be repeated are missing");
     }
     r->lacks_peaks = r->lacks_peaks || (wants_peak && !has_peak);
-    return dt_kv_restore_lane(kv, part->layer, part->lane, (int32_t)part->head.n_entries, is_in_file(&part->head, DT_KV_BIAS),
-                              r->error);
+    return DT_OK;
+}
+
+/* All that the file holds is there before anything of it is evicted, with the next chunk behind it. */
+static void weigh(reader *r, const lane_parts *all) {
+    const dt_session *s = r->session;
+    const int64_t to_come = s->params.n_expected > 0 ? DT_MAX(s->params.n_expected - (int64_t)r->header.n_tokens, 1) : INT32_MAX;
+    const int64_t chunk = DT_MIN(to_come, DT_MIN(DT_MAX(s->params.n_batch, DT_SESSION_DEFAULT_BATCH), s->params.n_ctx));
+    int32_t *longest = calloc((size_t)s->model->info.n_layers, sizeof *longest);
+    for (int32_t i = 0; longest != NULL && i < all->n; i++) {
+        const int64_t n = all->parts[i].head.n_entries + chunk;
+        int32_t *of_layer = &longest[all->parts[i].layer];
+        *of_layer = (int32_t)DT_MIN(DT_MAX((int64_t)*of_layer, n), (int64_t)INT32_MAX);
+    }
+    const uint64_t most = longest != NULL ? dt_kv_plan_bound(s, longest) : UINT64_MAX;
+    r->most = most < UINT64_MAX ? most : 0;
+    free(longest);
 }
 
 /* Checks the lane and puts its columns, in file order, into the cache. */
@@ -341,6 +358,14 @@ static dt_status read_parts(reader *r, lane_parts *all) {
             *part = (lane_part){.layer = layer, .lane = lane};
             status = find_lane(r, all->kv, part);
         }
+    }
+    if (status == DT_OK) {
+        weigh(r, all);
+    }
+    for (int32_t i = 0; i < all->n && status == DT_OK; i++) {
+        const lane_part *part = &all->parts[i];
+        status = dt_kv_restore_lane(all->kv, part->layer, part->lane, (int32_t)part->head.n_entries,
+                                    is_in_file(&part->head, DT_KV_BIAS), r->error);
     }
     if (status != DT_OK) {
         return status;
@@ -498,6 +523,16 @@ static dt_status map_file(reader *r, dt_error *error) {
     return DT_OK;
 }
 
+/* Settings were fitted into the memory for a conversation that begins here; one that was longer before shows only now. */
+static void raise_most(dt_session *s, const reader *r) {
+    const uint64_t limit = s->params.kv_memory > 0 ? s->params.kv_memory : UINT64_MAX, most = DT_MIN(r->most, limit);
+    if (most > s->kv_most) {
+        s->kv_most = most;
+        dt_log(s->params.group != NULL && s->params.kv_memory == 0 ? DT_LOG_DEBUG : DT_LOG_INFO,
+               "KV memory: at most %s with what %s holds", dt_size_of(most).text, r->path);
+    }
+}
+
 dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error) {
     reader r = {.session = session, .path = path, .error = error};
     loaded l = {0};
@@ -516,8 +551,17 @@ dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *
         l = (loaded){0};
         status = read_all(&r, &l);
     } while (dt_session_makes_room(session, status, error));
+    if (status == DT_ERR_MEMORY && session->params.kv_memory > 0 && r.most > session->params.kv_memory) {
+        status = dt_fail(error, DT_ERR_LIMIT,
+                         "%s is too little for what %s holds, which is loaded whole before anything is evicted: give "
+                         "--kv-memory %lluK or more",
+                         dt_size_of(session->params.kv_memory).text, path, (unsigned long long)(r.most + 1023) / 1024);
+    }
     if (status == DT_OK) {
         status = take_over(session, &r, &l, sampler);
+    }
+    if (status == DT_OK) {
+        raise_most(session, &r);
     }
     dt_kv_free(l.kv);
     dt_file_map_close(r.map);

@@ -300,6 +300,21 @@ static void take_rows(dt_kv_layer_state *layer) {
     layer->has_peak = dt_budget_needs_peak(&layer->params.budget);
 }
 
+/* The limit that is in the way is named, a session's own before that of its group. n_tokens: that the cache has. */
+static dt_status fail_memory(const dt_memory *memory, int32_t n_tokens, size_t bytes, const char *what, dt_error *error) {
+    if (memory->limit > 0) {
+        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %s is reached after %d tokens (--kv-memory); raise it",
+                       dt_size_of(memory->limit).text, n_tokens);
+    }
+    if (memory->parent != NULL && memory->parent->limit > 0) {
+        return dt_fail(error, DT_ERR_MEMORY,
+                       "the limit of %s for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
+                       "others end, or raise it",
+                       dt_size_of(memory->parent->limit).text, n_tokens);
+    }
+    return dt_fail_memory(error, bytes, what);
+}
+
 static bool layer_is_empty(const dt_kv *kv, int32_t layer) {
     bool empty = true;
     for (int32_t j = 0; j < kv->layers[layer].params.n_lanes; j++) {
@@ -328,7 +343,7 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
     }
     dt_kv *kv = dt_memory_alloc_zero(memory, sizeof *kv);
     if (kv == NULL) {
-        return dt_fail_memory(error, sizeof *kv, "the KV cache");
+        return fail_memory(memory, 0, sizeof *kv, "the KV cache", error);
     }
     kv->memory = memory;
     kv->n_layers = n_layers;
@@ -339,7 +354,7 @@ dt_status dt_kv_new(dt_memory *memory, const dt_kv_layer_params *layers, int32_t
     if (kv->layers == NULL || kv->lanes == NULL) {
         const size_t bytes = dt_kv_layers_bytes(kv) + dt_kv_lanes_bytes(kv);
         dt_kv_free(kv);
-        return dt_fail_memory(error, bytes, "the KV cache");
+        return fail_memory(memory, 0, bytes, "the KV cache", error);
     }
     kv->lane_max = (int32_t *)(kv->lanes + kv->n_lanes);
     kv->keep = kv->lane_max + kv->n_lanes;
@@ -400,7 +415,7 @@ static dt_status new_like(const dt_kv *kv, bool with_content, dt_kv **out, dt_er
     *out = NULL;
     dt_kv_layer_params *params = dt_memory_alloc(kv->memory, (size_t)kv->n_layers * sizeof *params);
     if (params == NULL) {
-        return dt_fail_memory(error, (size_t)kv->n_layers * sizeof *params, "another KV cache");
+        return dt_kv_fail_memory(kv, (size_t)kv->n_layers * sizeof *params, "another KV cache", error);
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         params[i] = kv->layers[i].params;
@@ -444,8 +459,8 @@ dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
             if (!lane_resize(fork, layer, to, from->capacity_blocks, from->bias != NULL)) {
                 *to = (dt_kv_lane_state){0};
                 dt_kv_free(fork);
-                return dt_fail_memory(error, dt_kv_array_bytes(layer, from->capacity_blocks, from->bias != NULL),
-                                      "a fork of the KV cache");
+                return dt_kv_fail_memory(kv, dt_kv_array_bytes(layer, from->capacity_blocks, from->bias != NULL),
+                                         "a fork of the KV cache", error);
             }
             for (int32_t span = 0; span < to->n_spans; span++) {
                 atomic_fetch_add(&dt_kv_head(to->spans[span].block)->references, 1);
@@ -547,17 +562,7 @@ static void undo_reserve(dt_kv *kv) {
 }
 
 dt_status dt_kv_fail_memory(const dt_kv *kv, size_t bytes, const char *what, dt_error *error) {
-    if (kv->memory->limit > 0) {
-        return dt_fail(error, DT_ERR_MEMORY, "the KV cache's limit of %s is reached after %d tokens (--kv-memory)",
-                       dt_size_of(kv->memory->limit).text, kv->next_position);
-    }
-    if (kv->memory->parent != NULL && kv->memory->parent->limit > 0) {
-        return dt_fail(error, DT_ERR_MEMORY,
-                       "the limit of %s for the KV caches of all sessions is reached, for this one after %d tokens; wait until "
-                       "others end, or raise it",
-                       dt_size_of(kv->memory->parent->limit).text, kv->next_position);
-    }
-    return dt_fail_memory(error, bytes, what);
+    return fail_memory(kv->memory, kv->next_position, bytes, what, error);
 }
 
 dt_status dt_kv_append(dt_kv *kv, int32_t first_position, int32_t n, dt_error *error) {

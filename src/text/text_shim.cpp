@@ -574,7 +574,7 @@ static dt_status chat_render(const dt_vocab *vocab, const char *template_name, c
             return dt_glm_render(vocab->glm.form, messages, n_messages, add_assistant, out, error);
         }
         if (source == nullptr) {
-            return dt_fail(error, DT_ERR_UNSUPPORTED, "the model has no chat template; name one, for example chatml");
+            return dt_fail(error, DT_ERR_UNSUPPORTED, "the model has no chat template; name one (--chat-template chatml is common), or give it a plain text instead of messages");
         }
     } else if (std::strstr(source, "{{") == nullptr && std::strstr(source, "{%") == nullptr) {
         if (std::strcmp(source, "chatglm2") == 0) {
