@@ -5,6 +5,7 @@ DT_PREFIX names the folder that `cmake --install` of a tree with -DDT_SHARED=ON 
 import ctypes
 import gc
 import glob
+import json
 import os
 import re
 import subprocess
@@ -252,6 +253,52 @@ def test_python_refuses_numbers_that_c_would_cut(deeptutor):
     assert session.tokens == [1, 2]
     assert len(list(session.generate_tokens("A", n_predict=2, seed=-1, ignore_end=True))) == 2
     assert session.seed != 2**32 - 1  # one that was drawn
+
+
+def test_python_refuses_other_kinds(deeptutor):
+    """A number where the library takes a string is an address for ctypes: the process would end."""
+    model = deeptutor.Model(MODEL)
+    session = deeptutor.Session(model, threads=1)
+    session.sync([1, 2])
+    def reply(prompt="A", **wrong):
+        return lambda: list(session.generate(prompt, n_predict=1, **wrong))
+    chat = [{"role": "user", "content": "a"}]
+    for sentence, *calls in (
+            ("must be a string, not ", *(reply(grammar=wrong) for wrong in (5, True, 1.5, {"a": 1})),
+             lambda: deeptutor.Model(MODEL, device=5), lambda: deeptutor.Model(MODEL, device_split=1.0),
+             lambda: model.tokenize(5), lambda: model.render_chat(chat, template=7),
+             lambda: model.render_chat([{"role": "user", "content": None}])),
+            ("json_schema must be a dict, or JSON as a string, not ", *(reply(json_schema=wrong) for wrong in (5, True, ["a"]))),
+            ("json_schema can't be written as JSON: ", reply(json_schema={"type": object()})),
+            ("must be a number, not ", reply(temp="0"), reply(top_p=b"1"), reply(min_p={}), reply(repeat_penalty=[1])),
+            ("must be True or False, not ", reply(ignore_end="false"), reply(ignore_end=2), lambda: deeptutor.Model(MODEL, no_mmap="no"),
+             lambda: model.tokenize("a", add_special="no"), lambda: model.token_bytes(1, special="no"),
+             lambda: model.render_chat(chat, add_assistant="no")),
+            ("must be the path of a file, not ", lambda: deeptutor.Model(5), lambda: session.save(None), lambda: session.load(True)),
+            ("must be a Model, such as ", lambda: deeptutor.Session(MODEL), lambda: deeptutor.Draft(MODEL, target=model),
+             lambda: deeptutor.Draft(model, target=MODEL)),
+            ("tokens must be a list of whole numbers", lambda: session.sync("ab"), lambda: session.sync(b"ab"), lambda: session.sync(5),
+             reply(prompt=None)),
+            ("messages must be a list of ", lambda: model.render_chat("hello"), lambda: model.render_chat([{"role": "user"}])),
+            ("eviction must be None, a preset's name or a dict", lambda: deeptutor.Session(model, eviction=5)),
+            ("the log must be a function", lambda: deeptutor.set_log("warn"))):
+        for call in calls:
+            with pytest.raises(TypeError, match=sentence):
+                call()
+    for sentence, call in (("kv_type must be f16 or int8", lambda: deeptutor.Session(model, kv_type=["f16"])),
+                           ("a float holds", reply(temp=10**400)), ("half of a character", reply(grammar="\ud800")),
+                           ("can't be written as JSON", reply(json_schema={"minimum": float("nan")})), ("NUL", reply(grammar=b"a\0"))):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+    assert session.tokens == [1, 2]
+
+
+def test_python_takes_a_schema_as_a_dict(deeptutor):
+    model = deeptutor.Model(MODEL)
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+    replies = ["".join(deeptutor.Session(model, threads=1).generate(prompt, n_predict=40, temp=0, json_schema=form))
+               for prompt, form in (("A city as JSON:", schema), ("A city as JSON:", json.dumps(schema)), (b"A city as JSON:", schema))]
+    assert list(json.loads(replies[0])) == ["city"] and replies[1:] == replies[:1] * 2
 
 
 @pytest.mark.parametrize("draft", [None, "lookup", "own"])

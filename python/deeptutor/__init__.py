@@ -15,12 +15,11 @@ import codecs
 import contextlib
 import ctypes
 import json
-import os
 import threading
 import weakref
 
 from ._library import (Error, call, dt_chat_message, dt_model_params, dt_sampler_params, dt_session_params, dt_session_stats,
-                       dt_sync_result, lib, log_fn, number, token_array, token_fn)
+                       dt_sync_result, lib, log_fn, number, path_bytes, string, switch, text_bytes, token_array, token_fn)
 
 __all__ = ["Draft", "Error", "Model", "Session", "set_log"]
 _KV_TYPES = {"f16": 0, "int8": 1}
@@ -32,21 +31,30 @@ _logs = []  # every callback there was: a thread of the library may still be in 
 
 def set_log(function):
     """function(level, line), level 0 (error) to 3 (debug); None = no log."""
+    if function is not None and not callable(function):
+        raise TypeError(f"the log must be a function(level, line), or None, not {function!r}")
     _logs.append(log_fn(lambda level, line, user: function(level, line.decode("utf-8", "replace"))) if function else log_fn())
     lib.dt_log_set(_logs[-1], None)
 
 
-def _whole(what, data):
-    """The same bytes, for C, which would cut them at a NUL."""
-    if 0 in data:
-        raise ValueError(f"{what} holds a NUL character, where the library would end it; remove it")
-    return data
-
-
 def _choice(what, choices, name):
-    if name not in choices:
+    if not isinstance(name, str) or name not in choices:
         raise ValueError(f"{what} must be {' or '.join(choices)}, not {name!r}")
     return choices[name]
+
+
+def _model(what, model):
+    if not isinstance(model, Model):
+        raise TypeError(f'{what} must be a Model, such as Model("model.gguf"), not {model!r}')
+    return model
+
+
+def _json(what, value):
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{what} can't be written as JSON: {error}") from None
 
 
 class Model:
@@ -55,10 +63,9 @@ class Model:
     def __init__(self, path, no_mmap=False, device=None, n_device_layers=0, device_split=None, rpc_timeout_s=0):
         """With a device rpc=HOST:PORT a server that goes away ends this process (deeptutor.h, docs/cluster.md)."""
         self._handle = ctypes.c_void_p()
-        split = _whole("device_split", device_split.encode()) if device_split else None
-        params = dt_model_params(no_mmap=no_mmap, device=_whole("device", device.encode()) if device else None,
-                                 n_device_layers=n_device_layers, device_split=split, rpc_timeout_s=rpc_timeout_s)
-        call("dt_model_open", _whole("path", os.fsencode(path)), params, ctypes.byref(self._handle))
+        params = dt_model_params(no_mmap=no_mmap, device=None if device == "" else device, n_device_layers=n_device_layers,
+                                 device_split=None if device_split == "" else device_split, rpc_timeout_s=rpc_timeout_s)
+        call("dt_model_open", path_bytes("path", path), params, ctypes.byref(self._handle))
         info = lib.dt_model_get_info(self._handle).contents
         self.info = {name: getattr(info, name) for name, _ in info._fields_}
         for name in ("architecture", "name", "weight_type", "device"):
@@ -72,15 +79,16 @@ class Model:
             self._handle = None
 
     def tokenize(self, text, add_special=True, parse_special=True):
-        data = text.encode("utf-8", "surrogateescape")
+        data = text_bytes("the text", text, errors="surrogateescape")
         out, n = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_size_t()
-        call("dt_tokenize", self._handle, data, len(data), add_special, parse_special, ctypes.byref(out), ctypes.byref(n))
+        call("dt_tokenize", self._handle, data, len(data), switch("add_special", add_special), switch("parse_special", parse_special),
+             ctypes.byref(out), ctypes.byref(n))
         tokens = out[:n.value]
         lib.dt_free(out)
         return tokens
 
     def token_bytes(self, token, special=False):
-        token, buffer = number("a token", token), ctypes.create_string_buffer(256)
+        token, special, buffer = number("a token", token), switch("special", special), ctypes.create_string_buffer(256)
         n = lib.dt_token_bytes(self._handle, token, special, buffer, len(buffer))
         if n > len(buffer):
             buffer = ctypes.create_string_buffer(n)
@@ -92,11 +100,13 @@ class Model:
 
     def render_chat(self, messages, template=None, add_assistant=True):
         """messages: [{"role": ..., "content": ...}]; the text that the model's template makes of them."""
-        array = (dt_chat_message * len(messages))(*[(_whole("role", m["role"].encode()), _whole("content", m["content"].encode()))
-                                                    for m in messages])
+        if not isinstance(messages, (list, tuple)) or \
+                not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+            raise TypeError('messages must be a list of {"role": ..., "content": ...}')
+        array = (dt_chat_message * len(messages))(*[(string("role", m["role"]), string("content", m["content"])) for m in messages])
         out = ctypes.c_void_p()
-        source = _whole("template", template.encode()) if template else None
-        call("dt_chat_render", self._handle, source, array, len(messages), add_assistant, ctypes.byref(out))
+        source = None if template is None or template == "" else string("template", template)
+        call("dt_chat_render", self._handle, source, array, len(messages), switch("add_assistant", add_assistant), ctypes.byref(out))
         text = ctypes.string_at(out).decode("utf-8", "replace")
         lib.dt_free(out)
         return text
@@ -107,11 +117,16 @@ class _Sampler:
         params = lib.dt_sampler_default_params()
         if settings.get("seed") == -1:  # another one each time, as for the programs
             settings["seed"] = None
+        schema = settings.get("json_schema")
+        if isinstance(schema, dict):
+            settings["json_schema"] = _json("json_schema", schema)
+        elif schema is not None:
+            string("json_schema", schema, "a dict, or JSON as a string")
         for name, value in settings.items():
             if name not in (field for field, _ in dt_sampler_params._fields_):
                 raise TypeError(f"there is no sampling setting {name}")
             if value is not None:
-                setattr(params, name, _whole(name, value.encode()) if isinstance(value, str) else value)
+                setattr(params, name, value)
         self.handle = ctypes.c_void_p()
         call("dt_sampler_new", model._handle, ctypes.byref(params), ctypes.byref(self.handle))
 
@@ -153,7 +168,9 @@ class Draft(_Used):
         else:
             if target is None:
                 raise TypeError("a draft by a model needs its target, the model that is helped")
-            params = dt_session_params(n_threads=threads)
+            _model("model", model)
+            _model("target", target)
+            params = dt_session_params(n_threads=number("threads", threads))
             call("dt_draft_from_model", target._handle, model._handle, ctypes.byref(params), max_tokens, ctypes.byref(self._handle))
 
     def __del__(self):
@@ -228,7 +245,7 @@ class Session(_Used):
 
     def __init__(self, model, n_ctx=0, n_batch=0, threads=0, kv_type="f16", prefill="full", eviction=None, max_cache_size=0,
                  min_cache_size=-1, kv_memory=0):
-        self.model = model
+        self.model = _model("model", model)
         self.last_sync = None
         self.seed = None
         self._handle = ctypes.c_void_p()
@@ -237,8 +254,8 @@ class Session(_Used):
         if eviction is None and (max_cache_size > 0 or min_cache_size >= 0 or prefill == "streaming"):
             raise ValueError('max_cache_size, min_cache_size and prefill="streaming" change nothing without eviction; '
                              'add eviction="chat", or leave them out')
-        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=threads, kv_type=_choice("kv_type", _KV_TYPES, kv_type),
-                                   prefill=_choice("prefill", _PREFILLS, prefill), kv_memory=kv_memory)
+        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=number("threads", threads), kv_memory=kv_memory,
+                                   kv_type=_choice("kv_type", _KV_TYPES, kv_type), prefill=_choice("prefill", _PREFILLS, prefill))
         params.eviction = self._eviction(eviction, max_cache_size, min_cache_size)
         try:
             call("dt_session_new", model._handle, ctypes.byref(params), ctypes.byref(self._handle))
@@ -255,9 +272,11 @@ class Session(_Used):
             return None
         out = ctypes.c_void_p()
         if isinstance(eviction, str):
-            call("dt_eviction_from_preset", self.model._handle, _whole("eviction", eviction.encode()), ctypes.byref(out))
+            call("dt_eviction_from_preset", self.model._handle, string("eviction", eviction), ctypes.byref(out))
         else:
-            text = json.dumps(eviction).encode()
+            if not isinstance(eviction, dict):
+                raise TypeError(f"eviction must be None, a preset's name or a dict as in docs/eviction-config.md, not {eviction!r}")
+            text = _json("eviction", eviction).encode()
             call("dt_eviction_from_text", self.model._handle, b"eviction", text, len(text), ctypes.byref(out))
         if max_cache_size > 0 or min_cache_size >= 0:
             try:
@@ -280,11 +299,11 @@ class Session(_Used):
         """Yields tokens after `prompt` (text or tokens) until an end token, n_predict of them, or the context's end.
 
         draft: a Draft, or "lookup" for one that lasts as long as this reply. sampling: temp, top_k, top_p, min_p, repeat_penalty,
-        repeat_last_n, seed, grammar, json_schema, ignore_end."""
+        repeat_last_n, seed, grammar, json_schema (a dict, or JSON as a string), ignore_end."""
         if draft is not None and draft != "lookup" and not isinstance(draft, Draft):
             raise TypeError(f'draft must be a Draft or "lookup", not {draft!r}')
         n_predict = number("n_predict", n_predict, ctypes.c_int64)
-        tokens = token_array(self.model.tokenize(prompt) if isinstance(prompt, str) else list(prompt))
+        tokens = token_array(self.model.tokenize(prompt) if isinstance(prompt, (str, bytes)) else prompt)
         used = [self]
         if draft is not None:
             draft = Draft() if draft == "lookup" else draft
@@ -359,8 +378,8 @@ class Session(_Used):
 
     def save(self, path):
         self._claim()
-        call("dt_session_save", self._handle, None, _whole("path", os.fsencode(path)))
+        call("dt_session_save", self._handle, None, path_bytes("path", path))
 
     def load(self, path):
         self._claim()
-        call("dt_session_load", self._handle, None, _whole("path", os.fsencode(path)))
+        call("dt_session_load", self._handle, None, path_bytes("path", path))

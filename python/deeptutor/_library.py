@@ -37,16 +37,79 @@ def number(what, value, kind=c_int32, least=None):
     return whole
 
 
+def real(what, value):
+    """A number for C's float. Whether it is a sensible one, the library says."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{what} must be a number, not {value!r}")
+    try:
+        return float(value)
+    except TypeError:
+        raise TypeError(f"{what} must be a number, not {value!r}") from None
+    except OverflowError:
+        raise ValueError(f"{what} must be a number that a float holds; this one is too big") from None
+
+
+def switch(what, value):
+    """True or False: anything else counts as one of them for ctypes, and "false" as True."""
+    if isinstance(value, (str, bytes)) or value not in (0, 1):
+        raise TypeError(f"{what} must be True or False, not {value!r}")
+    return bool(value)
+
+
+def text_bytes(what, value, kind="a string", errors="strict"):
+    """The bytes of a str or of UTF-8, for where C is told how many they are."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be {kind}, not {value!r}")
+    try:
+        return value.encode("utf-8", errors)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} holds {value[error.start]!r}, half of a character, which no text in UTF-8 has; remove it") from None
+
+
+def string(what, value, kind="a string"):
+    """The same where C looks for the end, and would cut it at a NUL."""
+    return _whole(what, text_bytes(what, value, kind))
+
+
+def path_bytes(what, value):
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{what} must be the path of a file, not {value!r}")
+    return _whole(what, os.fsencode(value))
+
+
+def _whole(what, data):
+    if 0 in data:
+        raise ValueError(f"{what} holds a NUL character, where the library would end it; remove it")
+    return data
+
+
 def token_array(tokens):
+    if isinstance(tokens, (str, bytes, bytearray)):  # of bytes, each would count as a token
+        raise TypeError("tokens must be a list of whole numbers, not text; Model.tokenize makes one of it")
+    try:
+        tokens = list(tokens)
+    except TypeError:
+        raise TypeError(f"tokens must be a list of whole numbers, as Model.tokenize gives, not {tokens!r}") from None
     return (c_int32 * len(tokens))(*[number("a token", token) for token in tokens])
 
 
 class _Params(Structure):
-    """Settings: however a member is set, also by the constructor, a number is checked."""
+    """Settings: however a member is set, also by the constructor, it is checked: where ctypes finds an address in what is given for a
+    string (a number!), the library reads there."""
 
     def __setattr__(self, name, value):
         kind = dict(self._fields_).get(name)
-        super().__setattr__(name, number(name, value, kind) if kind in _RANGES else value)
+        if kind in _RANGES:
+            value = number(name, value, kind)
+        elif kind is c_float:
+            value = real(name, value)
+        elif kind is c_bool:
+            value = switch(name, value)
+        elif kind is c_char_p and value is not None:
+            value = string(name, value)
+        super().__setattr__(name, value)
 
 
 class dt_error(Structure):
