@@ -12,6 +12,8 @@ ROOT = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "python"))
 
 if __name__ == "__main__":
+    from convert.arguments import parse_arguments
+    parse_arguments(sys.argv[1:])  # --help needs no packages, and a wrong flag no .venv
     try:
         from convert.command import main
     except ModuleNotFoundError as error:

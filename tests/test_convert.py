@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 
 import pytest
 
@@ -181,6 +182,28 @@ def test_what_is_told_about_a_model(all_families):
     sampling = {key[len("general.sampling."):]: value for key, value in fields.items() if key.startswith("general.sampling.")}
     assert sampling.keys() == {"top_k", "top_p", "temp", "penalty_repeat"} and sampling["top_k"] == 20
     assert fields["general.license"] == "apache-2.0" and fields["general.languages"] == ["en"] and fields["general.type"] == "model"
+
+
+@pytest.mark.parametrize("name,flag", [("smollm2", "-cnv"), ("chatglm2", "-cnv"), ("llama2", '-p "Once upon a time"')])
+def test_the_command_that_is_told_works(all_families, tmp_path, capsys, name, flag):
+    """A chat needs a template."""
+    converted(all_families(name)[0].folder, tmp_path / "m.gguf")
+    assert capsys.readouterr().err.endswith(f"Run it: ./main -m {tmp_path / 'm.gguf'} {flag}\n")
+    if os.access(MAIN, os.X_OK):
+        result = subprocess.run([MAIN, "-m", str(tmp_path / "m.gguf"), "-cnv", "-n", "1"], input=b"a\n", capture_output=True,
+                                timeout=300)
+        assert (result.returncode == 0) == (flag == "-cnv"), result.stderr
+
+
+def test_help_needs_no_packages():
+    """Of a Python that has none, in lines for a terminal."""
+    def told(*arguments):
+        return subprocess.run([sys.executable, "-I", "-S", str(HERE.parent / "convert.py"), *arguments], capture_output=True, text=True,
+                              timeout=60, env={**os.environ, "COLUMNS": "200"})
+    result = told("--help")
+    assert result.returncode == 0 and result.stdout.startswith("usage: convert.py") and "--quantize" in result.stdout, result
+    assert all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout
+    assert told("--wrong").returncode == 2
 
 
 def test_special_tokens(all_families):

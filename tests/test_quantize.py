@@ -77,6 +77,8 @@ def test_convert_true_is_q4_k_m(wide, tmp_path):
 def test_convert_refuses_a_type(wide, tmp_path, capsys):
     text = refused(capsys, wide[0].folder, tmp_path / "out.gguf", "--quantize", "Q9")
     assert "Q9" in text and "Q4_K_M" in text
+    text = refused(capsys, wide[0].folder, tmp_path / "out.gguf", "--quantize", "q4")
+    assert "--quantize q4: no such type; it is one of Q4_0, Q4_1, Q4_K_S, Q4_K_M\n" in text
 
 
 def test_convert_needs_the_program(wide, tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Turns a Hugging Face folder into one GGUF file, offline: no torch, no transformers, no code from the folder.
 
-    command.py      arguments, the order of work
+    arguments.py    the command line
+    command.py      the order of work
     checkpoint.py   which files hold which tensors; safetensors.py and pickles.py read them
     tensors.py      what a tensor is here, and the number formats
     packed.py       GPTQ and AWQ weights, repacked into ggml's blocks

@@ -1,17 +1,16 @@
-"""The command: arguments, checks before work, the two steps (convert, quantize), names that appear only when a file is whole."""
+"""The command: checks before work, the two steps (convert, quantize), names that appear only when a file is whole."""
 
-import argparse
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 
 from tqdm import tqdm
 
 from . import packed
+from .arguments import parse_arguments
 from .checkpoint import find_weights, load_json, missing_weights, open_checkpoint
 from .errors import ConvertError, interpreting, say
 from .families import FAMILIES, find_family
@@ -26,34 +25,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Bits per weight, for the check of disk space; types not listed count as the largest.
 QUANTIZED_BITS = {"Q2_K": 3.4, "Q3_K": 4.4, "Q4_0": 4.7, "Q4_1": 5.2, "Q4_K": 5.0, "IQ4": 4.8, "Q5": 6.1, "Q6_K": 6.8, "Q8_0": 8.7}
 
-HELP = """Converts a Hugging Face folder to one GGUF file, offline.
-
-{}"""
-MORE_HELP = """Reads safetensors or pytorch_model*.bin (without running what a .bin may contain), config.json and the tokenizer's
-files. GPTQ and AWQ checkpoints are repacked, not quantized again. Families: {}."""
-
-
-def parse_arguments(args):
-    more = " ".join(MORE_HELP.format(", ".join(family.architecture for family in FAMILIES)).split())
-    parser = argparse.ArgumentParser("convert.py", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description=HELP.format(textwrap.fill(more, 79)))
-    parser.add_argument("--pytorch_model_path", "--model_path", metavar="DIR", required=True, type=pathlib.Path,
-                        help="the Hugging Face folder")
-    parser.add_argument("--model_name", metavar="NAME", help="the model's name or family, such as chatglm2-6b; config.json "
-                        "decides, a contradiction is an error")
-    parser.add_argument("--quantize", metavar="TYPE", default="False", help="True (Q4_K_M), False, or a type such as Q4_0, Q5_K_M, "
-                        "Q8_0 (False)")
-    parser.add_argument("--outtype", choices=("auto", "f16", "bf16", "f32"), default="auto",
-                        help="number format of the matrices before quantizing; auto keeps F16 and BF16 and makes F32 F16 (auto)")
-    parser.add_argument("-o", "--outfile", metavar="FILE", type=pathlib.Path, help="output file (models/NAME.TYPE.gguf)")
-    parser.add_argument("--threads", "-t", metavar="N", type=int, default=0, help="threads for quantizing (all processors)")
-    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu",
-                        help="accepted; converting runs on the CPU (cpu)")
-    return parser.parse_args(args)
-
 
 def quantized_type(text):
-    """The type that --quantize names, or None."""
+    """The type that --quantize names, in any case of letters, or None."""
     if text.lower() in ("false", "no", "0", "none"):
         return None
     return "Q4_K_M" if text.lower() in ("true", "yes", "1") else text.upper()
@@ -66,10 +40,12 @@ def find_quantizer():
     raise ConvertError("--quantize needs the program deeptutor-quantize; build it: bash run.sh")
 
 
-def check_quantized_type(quantizer, name):
-    result = subprocess.run([quantizer, "--list"], capture_output=True, text=True, check=False)
-    if name not in result.stdout.split():
-        raise ConvertError(f"--quantize {name}: no such type; known: True, False, {', '.join(result.stdout.split())}")
+def check_quantized_type(quantizer, name, typed):
+    known = subprocess.run([quantizer, "--list"], capture_output=True, text=True, check=False).stdout.split()
+    if name not in known:
+        begun = [word for word in known if word.startswith(name)]
+        what = f"it is one of {', '.join(begun)}" if begun else f"known: True, False, {', '.join(known)}"
+        raise ConvertError(f"--quantize {typed}: no such type; {what}")
 
 
 def check_folder(folder, hint):
@@ -138,7 +114,8 @@ def run_quantizer(quantizer, source, target, name, threads):
 
 
 def prepare(arguments, quantize_to, quantizer):
-    """Everything up to the first byte of output: a writer, its size, the output's path, the number format's name."""
+    """Everything up to the first byte of output: a writer, its size, the output's path, the number format's name, whether main can
+    chat with the model."""
     folder = arguments.pytorch_model_path
     config, family = check_folder(folder, arguments.model_name)
     with interpreting(folder / "config.json"):
@@ -164,12 +141,12 @@ def prepare(arguments, quantize_to, quantizer):
     writer.add("general.file_type", FILE_TYPES[main_type(planned)])
     writer.add("general.quantization_version", 2)
     with interpreting(f"the tokenizer of {folder}"):
-        write_vocabulary(vocabulary, specials, writer.add, writer.add_array)
+        chats = write_vocabulary(vocabulary, specials, writer.add, writer.add_array)
 
     type_name = quantize_to or main_type(planned)
     name = arguments.model_name or folder.resolve().name
     outfile = arguments.outfile or pathlib.Path("models") / f"{name.replace('/', '-')}.{type_name}.gguf"
-    return writer, sum(tensor.n_bytes for tensor in planned), outfile, main_type(planned)
+    return writer, sum(tensor.n_bytes for tensor in planned), outfile, main_type(planned), chats
 
 
 def convert(arguments):
@@ -177,10 +154,10 @@ def convert(arguments):
     quantizer = None
     if quantize_to is not None:
         quantizer = find_quantizer()
-        check_quantized_type(quantizer, quantize_to)
+        check_quantized_type(quantizer, quantize_to, arguments.quantize)
     if arguments.device != "cpu":
         say(f"--device {arguments.device}: converting runs on the CPU all the same; it moves numbers and computes nothing")
-    writer, n_bytes, outfile, type_name = prepare(arguments, quantize_to, quantizer)
+    writer, n_bytes, outfile, type_name, chats = prepare(arguments, quantize_to, quantizer)
 
     check_outfile(outfile, arguments.pytorch_model_path)
     outfile.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +173,8 @@ def convert(arguments):
                 part.finish(quantized.path)
         else:
             part.finish(part.path)
-    say(f"{outfile}: {outfile.stat().st_size / 1e6:.1f} MB. Run it: ./main -m {outfile} -cnv")
+    what = "-cnv" if chats else '-p "Once upon a time"'
+    say(f"{outfile}: {outfile.stat().st_size / 1e6:.1f} MB. Run it: ./main -m {outfile} {what}")
 
 
 def main(args=None):

@@ -23,7 +23,7 @@ def read_vocabulary(family, folder, config, hint):
 
 
 def write_vocabulary(vocabulary, specials, add, add_array):
-    """add(key, value) and add_array(key, values) as in output.py; `specials` is a SpecialTokens."""
+    """add(key, value) and add_array(key, values) as in output.py; `specials` is a SpecialTokens. Says whether chats have a template."""
     prefix = "tokenizer.ggml."
     add(prefix + "model", vocabulary.model)
     add(prefix + "pre", vocabulary.pre)
@@ -42,7 +42,8 @@ def write_vocabulary(vocabulary, specials, add, add_array):
     for kind, token in vocabulary.specials.items():
         specials.set(kind, token)
     specials.write(add)
-    _write_chat_template(specials.chat_template, add, add_array)
+    has_template = _write_chat_template(specials.chat_template, add, add_array)
+    return has_template or "[gMASK]" in vocabulary.tokens or b"[gMASK]" in vocabulary.tokens  # GLM's is known by its tokens
 
 
 def _write_chat_template(template, add, add_array):
@@ -57,3 +58,4 @@ def _write_chat_template(template, add, add_array):
         template = named.get("default")
     if isinstance(template, str):
         add("tokenizer.chat_template", template)
+    return isinstance(template, str)
