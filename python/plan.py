@@ -73,6 +73,13 @@ def tokens(text):
     return positive(text, int)
 
 
+def device(name):
+    if name.lower() not in DEVICES:
+        raise argparse.ArgumentTypeError(f"no data sheet of {name} is known here, only of {', '.join(sorted(DEVICES))}; in place of "
+                                         "--device give --bandwidth and --tflops, from its own")
+    return name.lower()
+
+
 def budgets(model, args):
     """Tokens that each layer keeps; None: all."""
     if args.max_cache_size:
@@ -110,7 +117,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--context", type=tokens, required=True, metavar="N", help="tokens in the conversation")
-    parser.add_argument("--device", choices=sorted(DEVICES), help="one whose data sheet is known")
+    parser.add_argument("--device", type=device, metavar="NAME",
+                        help=f"one whose data sheet is known: {', '.join(sorted(DEVICES))}")
     parser.add_argument("--bandwidth", type=positive, metavar="GB/S",
                         help="what the device reads a second, in place of the data sheet's (deeptutor-bench measures this machine's)")
     parser.add_argument("--tflops", type=positive, metavar="N", help="its dense half-precision TFLOPS, likewise")

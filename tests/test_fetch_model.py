@@ -26,7 +26,7 @@ def root(tmp_path, monkeypatch):
 def refused():
     with pytest.raises(SystemExit) as ended:
         fetch_model.main()
-    assert isinstance(ended.value.code, str) and ended.value.code.startswith("run.sh: model: ")  # a sentence, exit code 1
+    assert isinstance(ended.value.code, str) and ended.value.code.startswith("fetch_model.py: ")  # a sentence, exit code 1
     return ended.value.code
 
 
@@ -55,6 +55,13 @@ def test_no_folder(root, monkeypatch, name):
     (root / "taken").write_text("own")
     monkeypatch.setattr(fetch_model, *(("ROOT", root / "taken") if name == "models" else ("CACHE", root / "taken")))
     assert "taken" in refused() and (root / "taken").read_text() == "own"
+
+
+def test_help(root, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["fetch_model.py", "--help"])
+    fetch_model.main()
+    told = capsys.readouterr().out
+    assert told.startswith("usage: ") and not (root / "models").exists() and all(len(line) <= 80 for line in told.splitlines())
 
 
 def test_what_is_not_whole_is_removed(root, monkeypatch):
