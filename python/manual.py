@@ -97,6 +97,13 @@ def parse(text):
     return usage, [group for group in groups if group[1]]
 
 
+def types_of(name, program):
+    """What the third word of deeptutor-quantize may be; of others none."""
+    if name != "deeptutor-quantize":
+        return []
+    return subprocess.run([program, "--list"], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+
 def read_program(name, program):
     """Usage and groups; deeptutor-eval's are those of its commands together."""
     usage, groups = parse(help_of(program))
@@ -127,7 +134,7 @@ def in_lines(command):
     return " \\\n".join(lines)
 
 
-def man_page(name, usage, groups):
+def man_page(name, usage, groups, types):
     about = PROGRAMS[name]
     version = re.search(r'#define DT_VERSION "(.*)"', (ROOT / "include/deeptutor.h").read_text()).group(1)
     out = [f".\\\" Made from {name} --help by python/manual.py.", f'.TH {name.upper()} 1 "" "DeepTutor {version}" "DeepTutor"',
@@ -141,6 +148,8 @@ def man_page(name, usage, groups):
         for names, value, explanation in options:
             names = ", ".join(f"\\fB{roff(flag)}\\fR" for flag in names)
             out += [".TP", names + (f" \\fI{roff(value)}\\fR".replace("|", "|\\:") if value else ""), roff(explanation)]
+    if types:
+        out += ['.SS "Types"', roff(", ".join(types))]
     out.append(".SH EXIT STATUS")
     for code, meaning in about["exits"]:
         out += [".TP", f".B {code}", roff(meaning)]
@@ -158,7 +167,7 @@ def choices(value):
     return value.split("|") if "|" in value else []
 
 
-def bash_completion(name, groups):
+def bash_completion(name, groups, types):
     """Empty replies become names of files: that is what the words F, S and NAME stand for, and numbers can't be guessed."""
     function = "_" + name.replace("-", "_")
     options = [option for _, options in groups for option in options]
@@ -174,12 +183,17 @@ def bash_completion(name, groups):
     if name == "deeptutor-eval":
         lines += ["    if [ $COMP_CWORD = 1 ]; then", f'        COMPREPLY=($(compgen -W "{" ".join(COMMANDS)} --help --version" -- "$word"))',
                   "        return", "    fi"]
+    if types:  # the third word that is neither a flag nor a flag's value
+        lines += ["    local i words=0", "    for ((i = 1; i < COMP_CWORD; i++)); do", "        case ${COMP_WORDS[i]} in",
+                  f"        {' | '.join(valued)}) i=$((i + 1)) ;;", "        -*) ;;", "        *) words=$((words + 1)) ;;", "        esac", "    done",
+                  "    if [ $words = 2 ] && [ \"${word#-}\" = \"$word\" ]; then",
+                  f'        COMPREPLY=($(compgen -W "{" ".join(types)}" -- "$word"))', "        return", "    fi"]
     lines += ["    case $word in", f'    -*) COMPREPLY=($(compgen -W "{flags}" -- "$word")) ;;', "    esac", "}",
               f"complete -o default -F {function} {name}"]
     return "\n".join(lines) + "\n"
 
 
-def zsh_completion(name, groups):
+def zsh_completion(name, groups, types):
     def quoted(text):
         return re.sub(r"([\\\[\]:])", r"\\\1", text).replace("'", "'\\''")
 
@@ -195,7 +209,8 @@ def zsh_completion(name, groups):
         spelled = "{" + ",".join(names) + "}" if len(names) > 1 else names[0]
         what = f"[{quoted(explanation)}]{action}'"
         lines.append(f"    '{together}'{spelled}'{what} \\" if together else f"    '{spelled}{what} \\")
-    return "\n".join(lines) + "\n    '*:file:_files'\n"
+    words = ["'1:input:_files'", "'2:output:_files'", f"'3:type:({' '.join(types)})'"] if types else ["'*:file:_files'"]
+    return "\n".join(lines) + "\n    " + " \\\n    ".join(words) + "\n"
 
 
 def write(path, text):
@@ -210,9 +225,10 @@ def main():
         sys.exit(f"usage: python3 {sys.argv[0]} NAME PROGRAM FOLDER; NAME is one of {', '.join(PROGRAMS)}")
     name, program, folder = sys.argv[1], os.path.abspath(sys.argv[2]), pathlib.Path(sys.argv[3])
     usage, groups = read_program(name, program)
-    write(folder / "bash" / name, bash_completion(name, groups))
-    write(folder / "zsh" / ("_" + name), zsh_completion(name, groups))
-    write(folder / "man" / (name + ".1"), man_page(name, usage, groups))
+    types = types_of(name, program)
+    write(folder / "bash" / name, bash_completion(name, groups, types))
+    write(folder / "zsh" / ("_" + name), zsh_completion(name, groups, types))
+    write(folder / "man" / (name + ".1"), man_page(name, usage, groups, types))
 
 
 if __name__ == "__main__":

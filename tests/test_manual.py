@@ -100,6 +100,12 @@ def test_bash_completes(made, name):
         assert complete("x", "-m", "") == []  # names of files, which bash adds
     if name == "deeptutor-eval":
         assert set(complete("")) == {*COMMANDS, "--help", "--version"}
+    if name == "deeptutor-quantize":
+        types = set(subprocess.run([program(name), "--list"], capture_output=True, text=True, timeout=60, check=True).stdout.split())
+        assert set(complete("in", "out", "")) == types == set(complete("-t", "2", "in", "out", "")) and "Q4_K_M" in types
+        assert complete("in", "out", "Q8") == ["Q8_0"] and complete("in", "") == [] == complete("in", "out", "Q8_0", "")
+        assert set(complete("in", "out", "-")) == flags and complete("in", "out", "-t", "") == []
+        assert all(word in (made / kind).read_text() for word in types for kind in (f"man/{name}.1", f"zsh/_{name}"))
 
 
 @pytest.mark.parametrize("name", here)
