@@ -26,10 +26,11 @@
 static const dt_option text_rows[] = {
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin (calibrate: this project's own pages)"},
     {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24,
-     "tokens read before eviction counts (kld 4096, needle 3000, long the model's own)"},
+     "tokens read before eviction counts (kld and calibrate 4096, needle 3000, long the model's own)"},
     {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
-    {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, such as 0.5,0.25"},
+    {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0,
+     "compare budgets of these shares of the context, a list such as 0.5,0.25; calibrate: one, for the config it writes (0.25)"},
 };
 static const dt_option policy_rows[] = {
     {"--policy", "local_window|importance_score|none", DT_OPTION_TEXT, AT(policy), 0, 0,

@@ -385,6 +385,17 @@ static json_t *side_summary(const side_sums *s, double n) {
                      per_second(s->decoded, s->decode_ms), "kv_bytes", s->kv_bytes / n, "kept_share", s->kept / n);
 }
 
+/* A mean with its error, where one is known. */
+static eval_error_text with_error(eval_mean mean) {
+    eval_error_text out;
+    if (isfinite(mean.error)) {
+        snprintf(out.text, sizeof out.text, "%.4f +- %.4f", mean.mean, mean.error);
+    } else {
+        snprintf(out.text, sizeof out.text, "%.4f", mean.mean);
+    }
+    return out;
+}
+
 static void report(ab_run *r) {
     eval *e = r->e;
     const eval_options *o = e->options;
@@ -399,9 +410,8 @@ static void report(ab_run *r) {
     if (r->sampling.temp > 0) {
         snprintf(seed, sizeof seed, " (seed %u)", r->sampling.seed);
     }
-    printf("\n%zu sample%s%s: the same output %.3f\nROUGE-L %.4f +- %s, tokens agree %.4f +- %s\n", r->n_prompts,
-           r->n_prompts == 1 ? "" : "s", seed, same.mean, rouge.mean, eval_error_text_of(rouge).text, agreement.mean,
-           eval_error_text_of(agreement).text);
+    printf("\n%zu sample%s%s: the same output %.3f\nROUGE-L %s, tokens agree %s\n", r->n_prompts, r->n_prompts == 1 ? "" : "s",
+           seed, same.mean, with_error(rouge).text, with_error(agreement).text);
     printf("decoding %.1f t/s off, %.1f on (%.2fx)\nKV cache %.1f MiB off, %.1f on (%.2f of it)\n", speed_off, speed_on, speedup,
            off->kv_bytes / n / 1048576.0, on->kv_bytes / n / 1048576.0, kv_share);
     if (r->n_left_out > 0) {
