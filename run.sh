@@ -21,11 +21,16 @@ environment: DT_CACHE=DIR   keep downloads there instead of deps/cache
 TEXT
 }
 
-say() { printf 'run.sh: %s\n' "$*"; }
+say() { # <line> [more lines, for 80 columns; a command has one of its own, to be copied]
+    printf 'run.sh: %s\n' "$1"
+    shift
+    [ $# = 0 ] || printf '    %s\n' "$@"
+}
 fail() {
-    printf 'run.sh: %s\n' "$*" >&2
+    say "$@" >&2
     exit 1
 }
+relay() { sed 's/^-- /run.sh: /' | fold -s -w 80; } # what CMake says
 
 want_model=0
 want_test=0
@@ -101,15 +106,16 @@ check_tools() {
     if [ -n "$debian" ]; then
         packages=$(printf '%s\n' $debian | sort -u | tr '\n' ' ')
         if [ "$system" = Darwin ]; then
-            fail "install what is missing, then run this again: brew install $(printf '%s\n' $brew | sort -u | tr '\n' ' ')"
+            fail "install what is missing, then run this again:" "brew install $(printf '%s\n' $brew | sort -u | tr '\n' ' ')"
         elif command -v apt-get >/dev/null 2>&1; then
             sudo="sudo "
             [ "$(id -u)" = 0 ] && sudo=""
-            fail "install what is missing, then run this again: ${sudo}apt-get update && ${sudo}apt-get install ${packages% }"
+            fail "install what is missing, then run this again:" \
+                "${sudo}apt-get update && ${sudo}apt-get install ${packages% }"
         fi
-        fail "install what is missing, then run this again. Its packages on Debian, for comparison: ${packages% }"
+        fail "install what is missing, then run this again." "Its packages on Debian, for comparison:" "${packages% }"
     fi
-    say "tools: $(${CC:-cc} --version | head -n 1), cmake $cmake_version, $(python3 --version)"
+    say "tools: $(${CC:-cc} --version | head -n 1)" "cmake $cmake_version, $(python3 --version)"
 }
 
 # ---- Python environment, for convert.py and the end-to-end tests ----
@@ -120,7 +126,7 @@ make_venv() {
     fi
     say "Python environment: installing requirements.txt into .venv"
     python3 -m venv .venv && .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
-        fail "the Python environment failed; see above, then: rm -rf .venv && bash run.sh --test"
+        fail "the Python environment failed; see above, then:" "rm -rf .venv && bash run.sh --test"
     cp requirements.txt .venv/requirements.txt
 }
 
@@ -136,26 +142,26 @@ build() {
     options=""
     if [ "$device" = cuda ]; then
         architecture=${DT_CUDA_ARCHITECTURES:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)}
-        [ -n "$architecture" ] || fail "no NVIDIA GPU here to compile for; name one: DT_CUDA_ARCHITECTURES=86 bash run.sh --cuda
-run.sh: (80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
+        [ -n "$architecture" ] || fail "no NVIDIA GPU here to compile for; name one:" "DT_CUDA_ARCHITECTURES=86 bash run.sh --cuda" \
+            "(80 A100, 86 RTX 30, 89 RTX 40, 90 H100, 120 RTX 50)"
         options="-DDT_CUDA=ON -DDT_CUDA_ARCHITECTURES=$architecture"
-        say "CUDA: for compute capability $architecture; compiling that takes long (more than an hour of a core)"
+        say "CUDA: for compute capability $architecture; compiling that takes long" "(more than an hour of a core)"
     elif [ -n "$device" ]; then
         options="-DDT_$(printf '%s' "$device" | tr '[:lower:]' '[:upper:]')=ON"
     fi
     cmake -S . -B build $generator $options >build/configure.log 2>&1 || {
         cat build/configure.log >&2
-        fail "configuring failed; see above. If build/ was moved or its compiler is gone: rm -rf build && bash run.sh"
+        fail "configuring failed; see above. If build/ was moved, or its compiler" "is gone:" "rm -rf build && bash run.sh"
     }
-    grep -E '^-- (Fetching|Unpacking|ggml and llama)' build/configure.log | sed 's/^-- /run.sh: /'
+    grep -E '^-- (Fetching|Unpacking|ggml and llama)' build/configure.log | relay
     target=programs
     if [ $want_test = 1 ]; then
-        grep -E '^-- (Tests with|The end-to-end)' build/configure.log | sed 's/^-- /run.sh: /'
+        grep -E '^-- (Tests with|The end-to-end)' build/configure.log | relay
         target=all
     fi
-    say "building with $jobs processes (a first build takes 3 to 6 minutes on 2 cores, a later one compiles what changed)"
+    say "building with $jobs processes (a first build takes 3 to 6 minutes" "on 2 cores, a later one compiles what changed)"
     cmake --build build --target $target -j "$jobs" ||
-        fail "the build failed; see above. To start over: rm -rf build && bash run.sh"
+        fail "the build failed; see above. To start over:" "rm -rf build && bash run.sh"
     for program in build/bin/*; do
         if [ -f "$program" ] && [ "${program%.so*}" = "$program" ]; then # no library
             ln -sf "$program" "$(basename "$program")"
@@ -177,7 +183,7 @@ calibrate() {
 
 check_tools
 if [ $want_model = 1 ]; then
-    python3 python/fetch_model.py || fail "fetching the model failed; see above, then: bash run.sh --model"
+    python3 python/fetch_model.py || fail "fetching the model failed; see above, then:" "bash run.sh --model"
 fi
 if [ $want_test = 1 ]; then
     make_venv
@@ -188,11 +194,12 @@ if [ $want_model = 1 ]; then
 fi
 if [ $want_test = 1 ]; then
     say "running the tests"
-    (cd build && ctest --output-on-failure -j "$jobs") || fail "tests failed; one alone: build/tests/NAME, or: cd build && ctest -R NAME -V"
+    (cd build && ctest --output-on-failure -j "$jobs") ||
+        fail "tests failed; one alone: build/tests/NAME, or:" "cd build && ctest -R NAME -V"
 fi
-if [ -f "$model" ]; then
-    say "main job: ./main -m $model -f examples/genesis.txt -n 128 --temp 0 --cache-eviction"
-else
-    say "main job: ./main -m MODEL.gguf -f examples/genesis.txt -n 128 --temp 0 --cache-eviction"
+there=1
+[ -f "$model" ] || there=0 model=MODEL.gguf
+say "main job:" "./main -m $model \\" "    -f examples/genesis.txt -n 128 --temp 0 --cache-eviction"
+if [ $there = 0 ]; then
     say "a small model to try: bash run.sh --model"
 fi

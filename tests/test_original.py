@@ -240,8 +240,8 @@ def test_run_sh(tmp_path, ends):
     (here / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
     (here / "python/fetch_model.py").touch()
     (here / "build/CMakeCache.txt").touch()
-    for name, script in (("cc", "cat >/dev/null"), ("c++", ""), ("cmake", "echo cmake version 3.30"), ("make", ""),
-                         ("python3", "")):
+    cmake = 'echo cmake version 3.30; [ "$1" != -S ] || echo -- Fetching $(seq 60)'
+    for name, script in (("cc", "cat >/dev/null"), ("c++", ""), ("cmake", cmake), ("make", ""), ("python3", "")):
         (tools / name).write_text(f"#!/bin/sh\n{script}\n")
         (tools / name).chmod(0o755)
     (here / "build/bin/deeptutor-eval").write_text(f"#!/bin/sh\n{ends}\n")
@@ -250,4 +250,5 @@ def test_run_sh(tmp_path, ends):
     done = subprocess.run(["bash", "dt/run.sh", "--model"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
                           stdin=subprocess.DEVNULL, env=env)
     assert "learning what" in done.stdout and os.listdir(other) == [], done
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
     assert (done.returncode, "main job" in done.stdout) == ((0, True) if ends == "exit 1" else (130, False)), done
