@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import PEERS, ROOT, build_peer, check_output, processor_name, run, say, until_ctrl_c, whole, write_file
+from peers import PEERS, ROOT, build_peer, check_output, parser_of, processor_name, run, say, until_ctrl_c, whole, write_file
 
 INSTRUCTION = "Summarize the following text in a few sentences.\n\n"
 LEAST, MOST = 4000, 6000  # tokens of a text
@@ -215,7 +215,7 @@ def piece(text: str) -> list:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-t", "--threads", type=whole(1), default=2)
     parser.add_argument("-n", "--tokens", type=whole(1), default=100)

@@ -9,7 +9,6 @@ fresh process each time, in turns; the speed is that of decoding, guesses and th
 Needs `bash run.sh --model`. Writes the table to FILE, or prints it.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import ROOT, check_output, processor_name, run, say, until_ctrl_c, whole, write_file
+from peers import ROOT, check_output, parser_of, processor_name, run, say, until_ctrl_c, whole, write_file
 
 REPEATING = {"quotes": [], "rename": ["-cnv"], "comments": ["-cnv"], "letter": ["-cnv"]}
 OTHER = {"story": ["-cnv"], "explain": ["-cnv"], "advice": ["-cnv"], "essay": ["-cnv"]}
@@ -63,7 +62,7 @@ def table(rows):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("-m", "--model", default=ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf", type=Path)
     parser.add_argument("-t", "--threads", type=whole(1), default=2)
     parser.add_argument("-n", "--tokens", type=whole(1), default=160)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import peers  # noqa: E402
-from peers import ROOT, check_output, csv_text, refuse, replace_file, run, say, until_ctrl_c, whole, write_file  # noqa: E402
+from peers import ROOT, check_output, csv_text, parser_of, refuse, replace_file, run, say, until_ctrl_c, whole, write_file  # noqa: E402
 
 REAL_MODEL = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 SPARE_BYTES = 2 << 30  # for the compute buffers, the program, the system
@@ -405,7 +405,7 @@ def flash_attention(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="llama2-7b,llama2-13b,qwen-7b,chatglm2-6b,smollm2")
     parser.add_argument("-t", "--threads", type=whole(1), default=2)
     parser.add_argument("-r", "--rounds", type=whole(1), default=1)

@@ -9,13 +9,12 @@ of all. llama.cpp reads the text once and copies it to every conversation (-pps)
 measured with flash attention off and on, and its better one counts.
 """
 
-import argparse
 import json
 import statistics
 import time
 from pathlib import Path
 
-from peers import ROOT, build_peer, processor_name, run, say, until_ctrl_c, whole
+from peers import ROOT, build_peer, parser_of, processor_name, run, say, until_ctrl_c, whole
 
 
 def measure_llama(bench: Path, args) -> float:
@@ -35,7 +34,7 @@ def measure_ours(args, flags: list) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-t", "--threads", type=whole(1), default=2)
     parser.add_argument("-d", "--depth", type=whole(1), default=4096)

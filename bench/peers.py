@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -32,6 +33,21 @@ from eval.command import replacing  # noqa: E402
 
 PEERS = ROOT / "build-peers"
 OPENVINO = ["openvino==2026.4.0", "openvino-genai==2026.4.0.0", "openvino-tokenizers==2026.4.0.0"]
+
+
+def parser_of(doc):
+    """A script's --help is the text it begins with, in lines for a terminal."""
+    def fill(text, indent=""):
+        return textwrap.fill(text, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    paragraphs = []
+    for paragraph in doc.strip().split("\n\n"):
+        if paragraph.startswith("usage:"):
+            lines = re.sub(r"\n {9,}(?=\[|--)", " ", paragraph).split("\n")  # one that goes on
+            paragraphs.append("\n".join(fill(line, " " * 14) for line in lines))
+        else:
+            paragraphs.append(fill(" ".join(paragraph.split())))
+    return argparse.ArgumentParser(description="\n\n".join(paragraphs),
+                                   formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=80))
 
 
 def say(text: str) -> None:
@@ -282,7 +298,7 @@ def write_results(results: dict, args, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-t", "--threads", type=whole(1), default=2)
     parser.add_argument("-d", "--depths", default="0,4096,6700", type=depths)

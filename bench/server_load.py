@@ -30,7 +30,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from peers import ROOT, check_output, processor_name, refuse, run, say, until_ctrl_c, whole, write_file
+from peers import ROOT, check_output, parser_of, processor_name, refuse, run, say, until_ctrl_c, whole, write_file
 
 WORDS = ("river stone morning letter garden winter bridge candle market silver forest window anchor harvest thunder meadow copper lantern "
          "voyage shelter").split()
@@ -411,7 +411,7 @@ def page(args, r: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-t", "--threads", type=whole(1), default=2)
     parser.add_argument("--chats", type=whole(1), default=64)

@@ -9,7 +9,6 @@ others were in the cache), the time to the first token for each of those, and th
 whole chats. Needs `bash run.sh --model`. Writes the table to FILE, or prints it. Standard library only.
 """
 
-import argparse
 import http.client
 import json
 import random
@@ -20,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from peers import ROOT, check_output, processor_name, say, until_ctrl_c, whole, write_file
+from peers import ROOT, check_output, parser_of, processor_name, say, until_ctrl_c, whole, write_file
 
 WORDS = ("river stone morning letter garden winter bridge candle market silver forest window anchor harvest thunder meadow copper lantern "
          "voyage shelter").split()
@@ -92,7 +91,7 @@ def median(rows, key):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("-m", "--model", default=ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf", type=Path)
     parser.add_argument("-t", "--threads", type=whole(1), default=2)
     parser.add_argument("--turns", type=whole(1), default=20)

@@ -231,6 +231,14 @@ def test_ctrl_c_elsewhere(tmp_path, script, program_name):
                                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
 
 
+@pytest.mark.parametrize("script", ["batch", "drafts", "original", "parallel", "peers", "quality", "server_load", "turns"])
+def test_help_fits_a_terminal(script):
+    done = subprocess.run([sys.executable, str(ROOT / f"bench/{script}.py"), "--help"], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "COLUMNS": "80"})
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+
+
 @pytest.mark.parametrize("ends", ["exit 1", "exit 130", "kill -INT $PPID; exit 1"])
 def test_run_sh(tmp_path, ends):
     """In its own folder whatever CDPATH says; Ctrl-C while it learns about the model ends it, another failure there doesn't."""
