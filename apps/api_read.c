@@ -301,6 +301,8 @@ json_t *dt_reader_parse(dt_reader *r, const char *body, size_t n) {
     json_t *json = dt_json_load(body, n, 0, &where);
     if (json == NULL && json_error_code(&where) == json_error_out_of_memory) {
         dt_reader_no_memory(r);
+    } else if (json == NULL && dt_json_not_taken(&where) != NULL) {
+        dt_reader_refuse(r, 400, "line %d, column %d of the body: %s", where.line, where.column, dt_json_not_taken(&where));
     } else if (json == NULL) {
         size_t n_reason = 0;
         char *reason = dt_repair_utf8(where.text, strlen(where.text), &n_reason); /* it quotes the body */

@@ -199,6 +199,8 @@ static void parse_line(dt_batch_input *in, const char *line, size_t n, dt_batch_
     json_t *object = dt_json_load(line, n, 0, &where);
     if (object == NULL && json_error_code(&where) == json_error_out_of_memory) {
         refuse(row, "%s", dt_batch_no_room);
+    } else if (object == NULL && dt_json_not_taken(&where) != NULL) {
+        refuse(row, "column %d of the row: %s", where.column, dt_json_not_taken(&where));
     } else if (!json_is_object(object)) {
         refuse(row, "the row is not a JSON object%s%.150s", object == NULL ? ": " : "", object == NULL ? where.text : "");
     } else if (json_object_get(object, "body") != NULL || json_object_get(object, "custom_id") != NULL) {

@@ -99,6 +99,23 @@ json_t *dt_json_load_fd(int file, size_t n_most, size_t flags, json_error_t *why
     return json;
 }
 
+const char *dt_json_not_taken(const json_error_t *why) {
+    switch (json_error_code(why)) {
+    case json_error_null_character:
+    case json_error_null_byte_in_key:
+        return "\\u0000, the NUL character, is in no text here; leave it out";
+    case json_error_numeric_overflow:
+        return "the number is too large; whole ones end at 9223372036854775807, others at 1.79e308";
+    case json_error_invalid_utf8:
+        return "what stands there is not UTF-8; write the text in UTF-8";
+    case json_error_stack_overflow:
+        return "lists and objects nest too deep; 2048 levels are taken";
+    default: /* jansson has no code for this one */
+        return strncmp(why->text, "invalid Unicode", 15) == 0 ? "half of a pair of \\u escapes; write both, or the character itself"
+                                                              : NULL;
+    }
+}
+
 static void keep_if(json_t **whole, bool added) {
     if (!added) {
         json_decref(*whole);

@@ -23,5 +23,8 @@ char *dt_json_dump(const json_t *json, size_t flags);
  * ends it. NULL: *why tells (why may be NULL); json_error_code(why) is json_error_out_of_memory for just that. */
 json_t *dt_json_load(const char *text, size_t n, size_t flags, json_error_t *why);
 json_t *dt_json_load_fd(int file, size_t n_most, size_t flags, json_error_t *why);
+/* What is there at why->line and column that is not taken, though it may be JSON, and what to do about it. NULL: the text is no JSON,
+ * as why->text says, which quotes it and may be cut within a character. */
+const char *dt_json_not_taken(const json_error_t *why);
 
 #endif

@@ -25,6 +25,7 @@
 #define LAST_WORDS_MS 5000 /* for answers that are on their way when the server stops */
 #define BACKLOG 512
 #define STACK_BYTES ((size_t)1 << 20)
+#define REQUEST_BYTES_MAX ((size_t)1 << 16) /* libmicrohttpd's buffer for a header is smaller */
 
 /* ---- answers ------------------------------------------------------------------------------------ */
 
@@ -223,11 +224,35 @@ static bool has_key(const dt_exchange *e) {
     return key == NULL || (given != NULL && strncmp(given, "Bearer ", 7) == 0 && same_key(given + 7, key));
 }
 
+/* libmicrohttpd ends a path at its first NUL, written as it is or as %00: /health%00x would be /health. So it is looked at before
+ * that; on_request comes next in the same thread, as each connection has its own. */
+static _Thread_local const char *target_end; /* of what was sent as far as a NUL, query and all */
+static _Thread_local bool has_escaped_nul;
+
+static void *on_target(void *user, const char *uri, struct MHD_Connection *connection) {
+    (void)user;
+    (void)connection;
+    const char *nul = strstr(uri, "%00");
+    target_end = uri + strlen(uri);
+    has_escaped_nul = nul != NULL && (size_t)(nul - uri) < strcspn(uri, "?");
+    return NULL;
+}
+
+/* version: it lies one space behind the target, unless there was a NUL, and what follows that, in between. */
+static bool target_has_nul(const char *version) {
+    const uintptr_t end = (uintptr_t)target_end, next = (uintptr_t)version;
+    return has_escaped_nul || (next > end + 1 && next - end < REQUEST_BYTES_MAX);
+}
+
 /* What can be refused before the body came. 0: nothing. */
-static int refuse_early(dt_exchange *e, const char *path, const char *method, const char **out_message) {
+static int refuse_early(dt_exchange *e, const char *path, const char *method, const char *version, const char **out_message) {
     const bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
     const char *length = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_LENGTH);
     int64_t n = 0;
+    if (target_has_nul(version)) {
+        *out_message = "the path holds a NUL character; leave it out";
+        return 400;
+    }
     if (e->route == NULL) {
         *out_message = what_is_instead(path);
         return 404;
@@ -289,7 +314,7 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
             return dt_http_send_wait(connection, 503, "too many connections are open; close idle ones, or try again later",
                                      CROWDED_SECONDS, true);
         }
-        const int status = refuse_early(e, url, method, &message);
+        const int status = refuse_early(e, url, method, version, &message);
         return status != 0 ? dt_http_send_error(connection, status, message) : MHD_YES;
     }
     if (*n_upload > 0) {
@@ -403,10 +428,10 @@ dt_status dt_http_start(const dt_http_params *params, dt_http **out, dt_error *e
     }
     http->daemon = MHD_start_daemon(
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG, 0, NULL,
-        NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, s, MHD_OPTION_NOTIFY_COMPLETED,
-        on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http, MHD_OPTION_CONNECTION_LIMIT,
-        (unsigned)params->n_connections_max + N_CROWDED, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS,
-        MHD_OPTION_THREAD_STACK_SIZE, STACK_BYTES, MHD_OPTION_END);
+        NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, s, MHD_OPTION_URI_LOG_CALLBACK,
+        on_target, NULL, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
+        MHD_OPTION_CONNECTION_LIMIT, (unsigned)params->n_connections_max + N_CROWDED, MHD_OPTION_CONNECTION_TIMEOUT,
+        (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, STACK_BYTES, MHD_OPTION_END);
     if (http->daemon == NULL) {
         const int reason = errno;
         close(s);

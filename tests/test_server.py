@@ -249,6 +249,38 @@ def test_hostile_bodies(server, raw):
     assert server.ask("/health")[0] == 200
 
 
+@pytest.mark.parametrize("raw,words", [
+    (b'{"prompt": "a\\u0000b"}', "line 1, column 21 of the body: \\u0000, the NUL character, is in no text here; leave it out"),
+    (b'{"prompt": "x",\n "a\\u0000b": 1}', "line 2, column 11 of the body: \\u0000, the NUL character, is in no text here"),
+    (b'{"prompt": "x", "max_tokens": 99999999999999999999}', "whole ones end at 9223372036854775807"),
+    (b'{"prompt": "x", "seed": -99999999999999999999}', "whole ones end at 9223372036854775807"),
+    (b'{"prompt": "x", "temperature": 1e999}', "others at 1.79e308"),
+    (b'{"prompt": "\xff"}', "not UTF-8; write the text in UTF-8"), (b'{"prompt": "\xc0\x80"}', "not UTF-8; write the text in UTF-8"),
+    (b'{"prompt": "\\ud800"}', "half of a pair"), (b"[" * 65 + b"]" * 65, "nests more than 64 levels"),
+])
+def test_json_that_is_not_taken(server, raw, words):
+    """A sentence of ours, that says where it is and what to do, instead of the parser's."""
+    for path in ("/v1/completions", "/tokenize"):
+        status, answer, _ = server.ask(path, raw=raw)
+        assert status == 400 and words in answer["error"]["message"], answer
+        assert "not JSON" not in answer["error"]["message"] and "near" not in answer["error"]["message"], answer
+
+
+def test_a_key_twice(server):
+    """The last one counts, as in the JSON readers of clients."""
+    status, answer, _ = server.ask("/v1/completions", raw=b'{"prompt": "x", "max_tokens": 1, "temperature": 0, "max_tokens": 2}')
+    assert status == 200 and answer["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("path", [b"/%00", b"/%00abc", b"/health%00", b"/v1/models%00x?y=1", b"/\0", b"/\0abc", b"/health\0abc", b"/health\0?x"])
+def test_nul_in_a_path(server, path):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s:
+        s.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = s.makefile("rb").read()
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.0 400")), answer[:200]
+    assert server.ask("/health?a=%00")[0] == 200 and server.ask("/he%61lth")[0] == 200
+
+
 def test_paths_and_methods(server):
     assert server.ask("/nonesuch")[0] == 404 and server.ask("/v1/completions")[0] == 405
     assert server.ask("/health", {}, method="POST")[0] == 405
