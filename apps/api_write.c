@@ -569,10 +569,11 @@ static bool add_choice(dt_stream *stream, dt_text *out, dt_job *job, int32_t c, 
     return sent->finished;
 }
 
-static void add_tlc(dt_stream *stream, dt_text *out, dt_job *job, size_t i) {
+/* shown: the text of all choices, to its end. The last state of the cache counts all of it, and comes behind it. */
+static void add_tlc(dt_stream *stream, dt_text *out, dt_job *job, size_t i, bool shown) {
     char *text = NULL;
     pthread_mutex_lock(&job->lock);
-    if (job->n_tlc > stream->n_tlc[i]) {
+    if (job->n_tlc > stream->n_tlc[i] && (shown || !job->tlc_ended)) {
         stream->n_tlc[i] = job->n_tlc;
         text = strdup(job->tlc_json);
     }
@@ -603,11 +604,12 @@ bool dt_stream_next(dt_stream *stream, dt_text *out) {
             all = false;
             continue;
         }
-        if (request->tlc) {
-            add_tlc(stream, out, job, i);
-        }
+        bool shown = true;
         for (int32_t c = 0; c < job->n_choices; c++, index++) {
-            add_choice(stream, out, job, c, index, &stream->sent[index]);
+            shown = add_choice(stream, out, job, c, index, &stream->sent[index]) && shown;
+        }
+        if (request->tlc) {
+            add_tlc(stream, out, job, i, shown);
         }
         all = all && state == DT_JOB_DONE;
     }

@@ -83,6 +83,7 @@ typedef struct dt_job {
     size_t n_prompt_records;
     int64_t reused_tokens, evicted_tokens;
     char *tlc_json; /* the newest */
+    bool tlc_ended; /* it is the last one */
     int64_t n_tlc;
 
     /* the scheduler's own */

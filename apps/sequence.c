@@ -71,6 +71,7 @@ static void send_tlc(const dt_scheduler *s, dt_sequence *q, const char *phase, b
         free(job->tlc_json);
         job->tlc_json = text;
         job->n_tlc++;
+        job->tlc_ended = strcmp(phase, "done") == 0;
     }
     pthread_mutex_unlock(&job->lock);
 }

@@ -389,6 +389,7 @@ def test_tlc_events(server):
     events = server.stream("/v1/chat/completions", messages=user(WORDS * 8), max_tokens=16, tlc=True)
     tlc = [e for e in events if e.get("object") == "tlc"]
     assert tlc[0]["phase"] in ("prefill", "decode") and tlc[-1]["phase"] == "done"
+    assert events[-1] is tlc[-1] and events[-2]["choices"][0]["finish_reason"] == "length"  # it counts all of the text
     assert all("strip" in layer for layer in tlc[-1]["layers"]) and tlc[-1]["generated_tokens"] == 16
     assert not any(e.get("object") == "tlc" for e in server.stream("/v1/chat/completions", messages=user("x"), max_tokens=4))
 
