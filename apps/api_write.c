@@ -414,12 +414,17 @@ char *dt_api_tokenizer_info(const dt_api *api) {
 
 /* ---- metrics ------------------------------------------------------------------------------------ */
 
+#define PROMPTS_BY_OUTCOME                                                                                                         \
+    "Prompts by outcome; refused: not let into the queue, since it was full (429) or the server was stopping (503). Requests "     \
+    "that "                                                                                                                        \
+    "are turned away before it (401, 404, 405, 413, most 400) count nowhere."
+
 void dt_api_metrics(const dt_api *api, dt_text *text) {
     dt_scheduler_stats s;
     dt_conversations_stats c;
     dt_scheduler_get_stats(api->scheduler, &s);
     dt_conversations_get_stats(dt_scheduler_conversations(api->scheduler), &c);
-    dt_metric_add(text, "requests_total", "counter", "Prompts by outcome.", "{outcome=\"done\"}", (double)s.n_done);
+    dt_metric_add(text, "requests_total", "counter", PROMPTS_BY_OUTCOME, "{outcome=\"done\"}", (double)s.n_done);
     dt_metric_add(text, "requests_total", "", NULL, "{outcome=\"failed\"}", (double)s.n_failed);
     dt_metric_add(text, "requests_total", "", NULL, "{outcome=\"cancelled\"}", (double)s.n_cancelled);
     dt_metric_add(text, "requests_total", "", NULL, "{outcome=\"refused\"}", (double)s.n_refused);

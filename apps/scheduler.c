@@ -311,7 +311,7 @@ dt_submitted dt_scheduler_submit(dt_scheduler *s, dt_job *const *jobs, size_t n)
         s->stats.n_waiting += (int64_t)n;
         pthread_cond_signal(&s->changed);
     } else {
-        s->stats.n_refused++;
+        s->stats.n_refused += (int64_t)n;
     }
     pthread_mutex_unlock(&s->lock);
     return result;

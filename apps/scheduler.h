@@ -40,8 +40,8 @@ void dt_scheduler_cancel(dt_scheduler *scheduler, dt_job *job);
 int32_t dt_scheduler_seconds_to_wait(dt_scheduler *scheduler);
 
 typedef struct dt_scheduler_stats {
-    int64_t n_waiting, n_running; /* jobs; replies */
-    int64_t n_done, n_failed, n_cancelled, n_refused;
+    int64_t n_waiting, n_running;                     /* jobs; replies */
+    int64_t n_done, n_failed, n_cancelled, n_refused; /* jobs; refused: not let into the queue */
     int64_t prompt_tokens, computed_tokens, generated_tokens, steps;
     int64_t eviction_rounds, evicted_tokens;
     dt_group_stats group;

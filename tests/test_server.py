@@ -49,6 +49,7 @@ def test_models_health_metrics(server):
     assert status == 200 and props["n_layers"] == 2 and props["eviction"]["enabled"] is False
     status, text, headers = server.ask("/metrics")
     assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert "refused: not let into the queue, since it was full (429)" in text.decode()
     for line in text.decode().splitlines():
         assert line.startswith("# ") or math.isfinite(float(line.rsplit(" ", 1)[1])), line
 
