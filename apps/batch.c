@@ -4,8 +4,8 @@
  * This thread reads rows, hands them to the scheduler (scheduler.h) and writes lines; a few rows more than are computed at once are
  * underway, so that none is waited for. What the first rows have in common at their beginning is computed once, before them.
  *
- * Exit code 0: every row has its line, good or bad; 1: the run failed or was interrupted, and the same command goes on; 2: bad
- * usage.
+ * Exit code 0: every row has its line, good or bad; 1: the run failed or was interrupted, and the same command goes on, or all lines
+ * are bad, so that whoever runs it in a script finds out; 2: bad usage.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "api.h"
@@ -338,14 +338,14 @@ static void summarize(const batch *b) {
     format_time(seconds, time);
     dt_report_progress_end();
     dt_report(DT_LOG_INFO, "batch: %lld rows done, %lld of them refused or failed%s", (long long)b->n_good + (long long)b->n_bad,
-              (long long)b->n_bad, b->n_bad > 0 ? "; \"error\" in their lines says why" : "");
+              (long long)b->n_bad, b->n_bad > 0 ? "; \"error\" says why" : "");
     if (b->n_before > 0) {
         dt_report(DT_LOG_INFO, "batch: %lld done before, %lld of them refused or failed", (long long)b->n_before,
                   (long long)dt_batch_output_failed(b->output));
     }
-    dt_report(DT_LOG_INFO, "batch: %lld tokens read (%lld shared), %lld written, %lld evicted, %s, %.1f tokens/s",
-              (long long)b->prompt_tokens, (long long)b->reused_tokens, (long long)b->generated_tokens,
-              (long long)b->evicted_tokens, time,
+    dt_report(DT_LOG_INFO, "batch: %lld tokens read (%lld shared), %lld written, %lld evicted", (long long)b->prompt_tokens,
+              (long long)b->reused_tokens, (long long)b->generated_tokens, (long long)b->evicted_tokens);
+    dt_report(DT_LOG_INFO, "batch: %s, %.1f tokens/s", time,
               (double)(b->prompt_tokens - b->reused_tokens + b->generated_tokens) / (seconds > 0 ? seconds : 1));
 }
 
@@ -393,6 +393,10 @@ static int finish(batch *b, dt_status status, dt_error *error) {
     }
     if (dt_interrupted) {
         dt_report(DT_LOG_INFO, "interrupted; the same command goes on");
+        return 1;
+    }
+    if (b->n_good == 0 && b->n_bad + b->n_before > 0 && b->n_before <= dt_batch_output_failed(b->output)) {
+        dt_report(DT_LOG_ERROR, "no row has a result; \"error\" in the output's lines says why");
         return 1;
     }
     return 0;
@@ -452,6 +456,7 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     dt_status status = begin(o, model, grammar, &b, &eviction, &error);
     int exit_code;
     if (status == DT_OK) {
+        dt_report_sessions(false); /* whose of many rows they are, their lines don't say */
         status = run_rows(&b, &error);
         exit_code = finish(&b, status, &error);
     } else {

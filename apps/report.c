@@ -92,30 +92,30 @@ static void print_line(dt_log_level level, const char *line) {
     }
 }
 
-#define N_WARNINGS 16
+#define N_TOLD 16
 #define TOLD_AGAIN_S 60
 
-/* Whether a warning was told in the last minute, or before at all where sessions are quiet: programs that make many sessions would
- * hear the same of each. Of the latest N_WARNINGS different ones. */
-static bool is_told(const char *warning) {
+/* Whether a line was told in the last minute or, once, before at all: programs that make many sessions would hear the same of each,
+ * and a server the same of the settings of each request. Of the latest N_TOLD different ones. */
+static bool is_told(const char *line, bool once) {
     static struct {
         uint64_t hash;
         double when;
-    } known[N_WARNINGS];
+    } known[N_TOLD];
     static int next;
     uint64_t hash = UINT64_C(14695981039346656037); /* FNV-1a */
-    for (const char *c = warning; *c != 0; c++) {
+    for (const char *c = line; *c != 0; c++) {
         hash = (hash ^ (unsigned char)*c) * UINT64_C(1099511628211);
     }
     const double now = dt_seconds_now();
     int at = 0;
     pthread_mutex_lock(&lock);
-    while (at < N_WARNINGS && known[at].hash != hash) {
+    while (at < N_TOLD && known[at].hash != hash) {
         at++;
     }
-    const bool told = at < N_WARNINGS && (report.sessions_quiet || now - known[at].when < TOLD_AGAIN_S);
-    if (at == N_WARNINGS) {
-        at = next++ % N_WARNINGS;
+    const bool told = at < N_TOLD && (once || now - known[at].when < TOLD_AGAIN_S);
+    if (at == N_TOLD) {
+        at = next++ % N_TOLD;
     }
     if (!told) {
         known[at].hash = hash;
@@ -127,7 +127,12 @@ static bool is_told(const char *warning) {
 
 static void receive_log(dt_log_level level, const char *line, void *user) {
     (void)user;
-    if (level == DT_LOG_WARN ? !is_told(line) : level != DT_LOG_INFO || report.level != DT_LOG_INFO || !report.sessions_quiet) {
+    const bool of_settings = level == DT_LOG_INFO && report.level == DT_LOG_INFO && strncmp(line, "TLC: ", 5) == 0;
+    if (of_settings && !report.sessions_quiet && is_told(line, true)) {
+        return;
+    }
+    if (level == DT_LOG_WARN ? !is_told(line, report.sessions_quiet)
+                             : level != DT_LOG_INFO || report.level != DT_LOG_INFO || !report.sessions_quiet) {
         print_line(level, line);
     }
 }

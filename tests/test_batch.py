@@ -67,6 +67,36 @@ def test_texts_with_nul(model, tmp_path):
     assert any("bytes:\\x00" in tops for choice in choices for tops in choice["logprobs"]["top_logprobs"])
 
 
+def test_no_row_has_a_result(model, tmp_path):
+    """What is wrong with a row is a sentence of ours; where that is all there is, a script finds out, the second time too."""
+    rows = {'{"id": 1, "prompt": "a\\u0000b"}': "column 30 of the row: \\u0000, the NUL character, is in no text here; leave it out",
+            '{"id": 2, "prompt": "x", "seed": 99999999999999999999}': "whole ones end at 9223372036854775807",
+            '{"id": 3, "prompt": "\xff"}': "not UTF-8; write the text in UTF-8", "[" * 3000 + "]" * 3000: "2048 levels are taken",
+            '{"id": 5, "prompt": "x"': "the row is not a JSON object: "}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(rows), encoding="latin-1")
+    for time in ("first", "second"):
+        log = batch(model, source, target, code=1)
+        assert log.endswith('error: no row has a result; "error" in the output\'s lines says why\n'), (time, log)
+        assert all(len(line) <= 80 for line in log.splitlines() if line.startswith("batch: ")), log
+    for row, words in zip(lines(target).values(), rows.values()):
+        assert words in row["error"]["message"], row
+    source.write_text("\n".join(rows) + "\n" + json.dumps({"id": 6, "prompt": "x"}), encoding="latin-1")
+    batch(model, source, tmp_path / "one.jsonl")
+    (tmp_path / "none.jsonl").write_text("")
+    batch(model, tmp_path / "none.jsonl", tmp_path / "nothing.jsonl")
+
+
+def test_sessions_are_not_told(model, tmp_path):
+    """A row that has less in common with the first two goes back to where it parts; whose line that is nobody could tell."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"id": i, "prompt": WORDS * n + f"{i}"} for i, n in enumerate((6, 6, 3, 3))]
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    log = batch(model, source, target)
+    assert "session: " not in log and "4 rows done" in log, log
+    assert "session: rewound" in batch(model, source, tmp_path / "again.jsonl", "--log-level", "debug")
+
+
 def test_bad_rows(model, tmp_path):
     """Every kind of row: one line each, and the good ones' texts."""
     rows = [
@@ -92,7 +122,7 @@ def test_bad_rows(model, tmp_path):
     assert out[4]["id"] == 5 and out[4]["usage"]["completion_tokens"] == 8 and out[17]["usage"]["completion_tokens"] == 3
     for number, word in ((2, "JSON"), (6, "1024"), (7, "row 1"), (8, "id"), (9, "custom_id"), (11, "url"), (13, "body")):
         assert word in json.dumps(out[number]["error"]), out[number]
-    assert "15 rows done, 10 of them" in log
+    assert "15 rows done, 10 of them" in log and all(len(line) <= 80 for line in log.splitlines() if line.startswith("batch: 15")), log
     assert out[10]["response"]["body"]["model"] == "tiny.gguf" and log.count("'gpt-99'; tiny.gguf of -m answers") == 1, log
     before = target.read_bytes()
     again = batch(model, source, target)
@@ -217,7 +247,7 @@ def test_names_that_are_not_utf8(model, tmp_path):
     folder.mkdir()
     with open(os.fsencode(folder) + b"/\xe9.txt", "w") as file:
         file.write("Hello")
-    batch(model, folder, tmp_path / "names.jsonl", "--each", "{text}")
+    batch(model, folder, tmp_path / "names.jsonl", "--each", "{text}", code=1)
     assert "name is not UTF-8" in lines(tmp_path / "names.jsonl")[1]["error"]
 
 
@@ -254,21 +284,22 @@ def test_lines_that_were_cut(model, tmp_path):
     source, target, plain = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     for row in ({"id": 1, "prompt": "Hello"}, {"id": [{"\\\"": "\u00e9"}], "prompt": 5}, openai_row("a", "Hello"), openai_row("b", 5)):
         source.write_text(json.dumps(row))
-        batch(model, source, plain)
+        code = int(row.get("prompt") == 5 or row.get("custom_id") == "b")  # refused, and the only one
+        batch(model, source, plain, code=code)
         whole = plain.read_bytes()
         plain.unlink()
         first = b'{"id":0,"error":"no","line":7}\n'
         for before, begin in ((b"", 6), (first, 0)):
             for n in {*range(begin, 14), *range(14, len(whole), len(whole) // 8), len(whole) - 2}:
                 target.write_bytes(before + whole[:n])
-                batch(model, source, target)
+                batch(model, source, target, code=code)
                 line, again = json.loads(whole), lines(target)
                 for each in (line, again[1]) if line.get("response") else ():
                     del each["id"], each["response"]["request_id"], each["response"]["body"]["id"], each["response"]["body"]["created"]
                 assert again[1] == line and len(again) == 1 + bool(before) and target.read_bytes().startswith(before)
         kept = whole.replace(b"}\n", b"}")
         target.write_bytes(kept)
-        assert "1 done before" in batch(model, source, target)
+        assert "1 done before" in batch(model, source, target, code=code)
         assert target.read_bytes() == kept + b"\n"
 
 

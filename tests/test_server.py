@@ -386,6 +386,15 @@ def test_eviction_of_a_request(server):
     assert server.complete(prompt=prompt, max_tokens=4, eviction={"config": config})["eviction"]["evicted_tokens"] > 0
 
 
+def test_settings_are_told_once(model, tmp_path):
+    """What the library says of settings that every request asks for, not with every request; of others, once more."""
+    with serving(model, tmp_path, *FLAGS) as server:
+        for size in (300, 300, 300, 280, 300):
+            server.complete(prompt="x", max_tokens=1, eviction={"preset": "chat", "max_cache_size": size})
+        log = open(server.log_path).read()
+    assert log.count("TLC: max_cache_size 300 lowers") == 1 and log.count("TLC: max_cache_size 280 lowers") == 1, log
+
+
 def test_tlc_events(server):
     events = server.stream("/v1/chat/completions", messages=user(WORDS * 8), max_tokens=16, tlc=True)
     tlc = [e for e in events if e.get("object") == "tlc"]
