@@ -498,13 +498,13 @@ static int without_command(int argc, char **argv) {
     const bool help = strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0;
     if (strcmp(word, "--version") == 0) {
         printf("DeepTutor %s\n", DT_VERSION);
-        return 0;
+        return dt_report_printed(0);
     }
     print_usage(help ? stdout : stderr, dt_program_name(argc, argv));
     if (!help && argc > 1) {
         fprintf(stderr, "error: there is no command '%.60s'; a command comes first, flags after it\n", word);
     }
-    return help ? 0 : 2;
+    return help ? dt_report_printed(0) : 2;
 }
 
 typedef struct request {
@@ -565,7 +565,7 @@ int main(int argc, char **argv) {
     if (o.shared.help) {
         print_usage(stdout, dt_program_name(argc, argv));
         dt_options_help(stdout, groups, n_groups);
-        return 0;
+        return dt_report_printed(0);
     }
     o.shared.eviction = true; /* that is what is measured */
     if (good && dt_wants_devices(&o.shared)) {

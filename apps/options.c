@@ -515,8 +515,10 @@ bool dt_options_begin(const dt_option_group *const *groups, size_t n_groups, int
     if (shared->help) {
         printf("usage: %s %s\n", dt_program_name(argc, argv), arguments);
         dt_options_help(stdout, groups, n_groups);
+        *out_exit = dt_report_printed(0);
     } else if (shared->version) {
         printf("DeepTutor %s\n", DT_VERSION);
+        *out_exit = dt_report_printed(0);
     } else if (!parsed) {
         fprintf(stderr, "error: %s\n", message);
         *out_exit = 2;

@@ -67,7 +67,7 @@ static int usage(FILE *file, const char *program) {
         fprintf(file, "%s%s", i == 0 ? "  " : i % 10 == 0 ? "\n  " : " ", dt_quantize_type(i));
     }
     fputc('\n', file);
-    return file == stdout ? 0 : 2;
+    return file == stdout ? dt_report_printed(0) : 2;
 }
 
 static int bad_usage(const char *what, const char *word) {
@@ -95,13 +95,13 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
         }
         if (strcmp(word, "--version") == 0) {
             puts("DeepTutor " DT_VERSION);
-            return 0;
+            return dt_report_printed(0);
         }
         if (strcmp(word, "--list") == 0) {
             for (size_t k = 0; dt_quantize_type(k) != NULL; k++) {
                 puts(dt_quantize_type(k));
             }
-            return 0;
+            return dt_report_printed(0);
         }
         if (strcmp(word, "-t") == 0 || strcmp(word, "--threads") == 0) {
             char *end = NULL;

@@ -146,7 +146,7 @@ int dt_print_devices(void) {
     }
     fputs(text, stdout);
     dt_free(text);
-    return 0;
+    return dt_report_printed(0);
 }
 
 dt_status dt_report_eviction(const dt_eviction *eviction, const char *more, dt_error *error) {
@@ -182,6 +182,15 @@ dt_status dt_report_flush_table(dt_error *error) {
     }
     snprintf(error->message, sizeof error->message, "the table can't be written to stdout: %s", strerror(errno));
     return error->code = DT_ERR_IO;
+}
+
+int dt_report_printed(int exit_code) {
+    const bool written = fflush(stdout) == 0 && ferror(stdout) == 0; /* a long text may have failed before its end */
+    if (written || errno == EPIPE) {
+        return exit_code;
+    }
+    fprintf(stderr, "error: what was asked for can't be written to stdout: %s\n", strerror(errno));
+    return 1;
 }
 
 void dt_report_text(bool begun) {

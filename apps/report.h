@@ -16,6 +16,9 @@ int dt_print_devices(void);
 void dt_report_init(dt_log_level level, bool bar);
 /* Writes out what stdout still holds: a table that can't be written is no result. A reader that leaves has what it wanted. */
 dt_status dt_report_flush_table(dt_error *error);
+/* The same of a text that was asked for in place of a run: a help text, a version, a list. The program's exit code: exit_code, or 1
+ * where it can't be written, which is told. */
+int dt_report_printed(int exit_code);
 /* Text has begun a line of stdout, or ended it: where that is the terminal too, the next line of the log begins a line of its own. */
 void dt_report_text(bool begun);
 /* Whether what the library says of its sessions is shown (it is) where no more than that is asked for. Programs that make many show

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -33,6 +34,25 @@ def help_texts(name):
 def flags_in(text):
     """Flags that begin a line, as in --help."""
     return {flag for line in re.findall(r"^  (-\S.*?)(?:  |$)", text, re.M) for flag in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)}
+
+
+@pytest.mark.parametrize("name", here)
+def test_what_is_asked_for_is_written_or_not(name):
+    """A full disk is told, with exit code 1; a reader that leaves early has what it wanted."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    asked = [["--help"], ["--version"]] + {"deeptutor-eval": [["kld", "--help"], ["calibrate", "--device", "list"]],
+                                           "deeptutor-quantize": [["--list"]]}.get(name, [["--device", "list"]])
+    for words in asked:
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([program(name), *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        sentence = "error: what was asked for can't be written to stdout: No space left on device\n"
+        assert (result.returncode, result.stderr) == (1, sentence), words
+        reader, writer = os.pipe()
+        os.close(reader)
+        result = subprocess.run([program(name), *words], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+        os.close(writer)
+        assert (result.returncode, result.stderr) in ((0, ""), (-signal.SIGPIPE, "")), words
 
 
 @pytest.fixture(scope="module")
