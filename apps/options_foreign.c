@@ -67,6 +67,8 @@ static const dt_foreign_flag flags[] = {
     {"--draft, --draft-n, --spec-draft-n-max", DT_FOREIGN_VALUE, false, "--draft-max N says how many tokens are guessed at once"},
     {"--spec-*", DT_FOREIGN_VALUE, false, "guessing has --draft-lookup, --draft-model FILE and --draft-max N"},
     /* text */
+    {"-p, --prompt", DT_FOREIGN_VALUE, false,
+     "./main takes a prompt so; --port N is where ./deeptutor-server listens, -i FILE holds the rows of ./deeptutor-batch"},
     {"-i, --interactive, -if, --interactive-first, -cml, --chatml", DT_FOREIGN_NONE, false,
      "-cnv chats, with the model's own template"},
     {"-st, --single-turn", DT_FOREIGN_NONE, false, "-cnv ends where its input ends: echo QUESTION | ... -cnv"},

@@ -115,6 +115,8 @@ static void test_refusals(void **state) {
         {"--cache-eviction=1", NULL, "takes no value"},
         {"--eviction-preset", "fast", "--eviction-preset must be one of chat|docqa|code|summary, not 'fast'"},
         {"-np", "1", "there is no flag -np: --parallel N of ./deeptutor-server"},
+        {"-p", "8080", "--port N is where ./deeptutor-server listens"},
+        {"--prompt", "x", "-i FILE holds the rows of ./deeptutor-batch"},
         {"-gan", "2", "docs/memory.md"},
         {"--grp-attn-w", "512", "docs/memory.md"},
         {"--override-kv", "a=int:1", "gguf-set-metadata"},
