@@ -20,7 +20,10 @@ def test_list():
 
 @needs_model
 def test_unknown_device():
-    assert_fails(run_model("-p", "x", "-n", "1", "--device", "toaster"), 1, "toaster", "cpu")
+    """It is answered with the names that the list has."""
+    names = [line.split(b" ")[0].decode() for line in run("--device", "list").stdout.splitlines() if b"no device was found" not in line]
+    assert names[:2] == ["cpu", "ggml-cpu"]
+    assert_fails(run_model("-p", "x", "-n", "1", "--device", "toaster"), 1, "toaster", f"this build knows: {', '.join(names)}. ")
 
 
 @needs_model

@@ -16,6 +16,7 @@
 
 #define MIB 1048576.0
 #define LIST_BYTES 8192
+#define CPU_AS_DEVICE "ggml-cpu"
 #define NAME_BYTES 300 /* of a device: a host's name has at most 253 */
 
 static const struct { const char *name, *registry; } aliases[] = {{"metal", "MTL"}, {"vk", "Vulkan"}};
@@ -57,14 +58,16 @@ static bool is_idle_backend(const char *name) {
 }
 
 static dt_status fail_unknown(const char *name, dt_error *error) {
-    char known[512];
-    snprintf(known, sizeof known, "cpu%s", ggml_backend_reg_by_name("RPC") != NULL ? ", rpc=HOST:PORT" : "");
-    for (size_t i = 0, at = strlen(known); i < ggml_backend_dev_count() && at < sizeof known; i++) {
+    char known[512] = "";
+    for (size_t i = 0, at = 0; i < ggml_backend_dev_count() && at < sizeof known;
+         i++) { /* those of dt_devices_list, in its order */
         ggml_backend_dev_t device = ggml_backend_dev_get(i);
-        if (takes_layers(device)) {
-            at += (size_t)snprintf(known + at, sizeof known - at, ", %s", ggml_backend_dev_name(device));
+        if (takes_layers(device) || is_cpu(device)) {
+            at += (size_t)snprintf(known + at, sizeof known - at, "%s%s", at > 0 ? ", " : "",
+                                   is_cpu(device) ? "cpu, " CPU_AS_DEVICE : ggml_backend_dev_name(device));
         }
     }
+    const char *rpc = ggml_backend_reg_by_name("RPC") != NULL ? ", rpc=HOST:PORT" : "";
     if (name[0] == '\0') {
         return dt_fail(error, DT_ERR_ARGUMENT, "a name is missing in the list of devices, before or after a comma");
     }
@@ -82,11 +85,12 @@ static dt_status fail_unknown(const char *name, dt_error *error) {
         return dt_fail(
             error, DT_ERR_UNSUPPORTED,
             "no %s device was found on this machine: is there one, and its driver? (--log-level debug has what that said.) "
-            "Devices: %s",
-            name, known);
+            "Devices: %s%s",
+            name, known, rpc);
     }
     return dt_fail(error, DT_ERR_ARGUMENT,
-                   "no device '%s'; this build knows: %s. Others come with bash run.sh --cuda, --metal or --vulkan", name, known);
+                   "no device '%s'; this build knows: %s%s. Others come with bash run.sh --cuda, --metal or --vulkan", name, known,
+                   rpc);
 }
 
 /* Takes the next of names separated by commas from *spec; false after the last. */
@@ -109,7 +113,7 @@ static dt_status find_named(const char *name, int32_t rpc_timeout_s, ggml_backen
     if (dt_rpc_endpoint(name) != NULL) {
         return dt_rpc_open(dt_rpc_endpoint(name), rpc_timeout_s, out, most, n, error);
     }
-    out[0] = strcasecmp(name, "ggml-cpu") == 0 ? dt_ggml_cpu_device() : find_device(name);
+    out[0] = strcasecmp(name, CPU_AS_DEVICE) == 0 ? dt_ggml_cpu_device() : find_device(name);
     *n = 1;
     return out[0] != NULL ? DT_OK : fail_unknown(name, error);
 }
@@ -181,7 +185,8 @@ dt_status dt_devices_list(char **out, dt_error *error) {
         at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-10s %s, %.0f MiB, %.0f MiB free\n%s",
                                is_cpu(device) ? "cpu" : ggml_backend_dev_name(device), ggml_backend_dev_description(device),
                                (double)total / MIB, (double)available / MIB,
-                               is_cpu(device) ? "ggml-cpu   the same, taken like a GPU: ggml's operators only (for tests)\n" : "");
+                               is_cpu(device) ? CPU_AS_DEVICE "   the same, taken like a GPU: ggml's operators only (for tests)\n"
+                                              : "");
     }
     for (size_t i = 0; i < ggml_backend_reg_count() && at < LIST_BYTES; i++) {
         ggml_backend_reg_t registry = ggml_backend_reg_get(i);
