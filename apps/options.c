@@ -22,8 +22,8 @@
 
 static const dt_option model_rows[] = {
     {"-m, --model", "F", DT_OPTION_TEXT, AT(model), 0, 0, "model file (GGUF), or the first of a split set"},
-    {"-t, --threads", "N", DT_OPTION_INT, AT(n_threads), -1, INT32_MAX, "threads for decoding (0 or -1: physical cores)"},
-    {"-tb, --threads-batch", "N", DT_OPTION_INT, AT(n_threads_batch), -1, INT32_MAX,
+    {"-t, --threads", "N", DT_OPTION_INT, AT(n_threads), -1, DT_MAX_THREADS, "threads for decoding (0 or -1: physical cores)"},
+    {"-tb, --threads-batch", "N", DT_OPTION_INT, AT(n_threads_batch), -1, DT_MAX_THREADS,
      "threads for reading the prompt (as --threads)"},
     {"-b, --batch-size", "N", DT_OPTION_INT, AT(n_batch), 0, INT32_MAX,
      "tokens of the prompt read at a time (0: 512; in the server 256)"},

@@ -107,8 +107,10 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
             char *end = NULL;
             const char *number = i + 1 < argc ? argv[++i] : "";
             const long n = strtol(number, &end, 10);
-            if (number[0] < '0' || number[0] > '9' || *end != 0 || n > 4096) {
-                return bad_usage("-t needs a number of threads, at most 4096", "");
+            if (number[0] < '0' || number[0] > '9' || *end != 0 || n > DT_MAX_THREADS) {
+                char most[16];
+                snprintf(most, sizeof most, "%d", DT_MAX_THREADS);
+                return bad_usage("-t needs a number of threads, at most ", most);
             }
             params->n_threads = (int32_t)n;
         } else if (word[0] == '-') {

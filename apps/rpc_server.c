@@ -26,7 +26,7 @@ static const dt_option server_rows[] = {
     {"--host", "H", DT_OPTION_TEXT, AT(host), 0, 0,
      "IPv4 address of this machine to listen at; 0.0.0.0 = all of them, on trusted networks only (127.0.0.1)"},
     {"-p, --port", "N", DT_OPTION_INT, AT(port), 1, 65535, "port (50052)"},
-    {"-t, --threads", "N", DT_OPTION_INT, AT(shared.n_threads), -1, INT32_MAX,
+    {"-t, --threads", "N", DT_OPTION_INT, AT(shared.n_threads), -1, DT_MAX_THREADS,
      "threads where the CPU computes (0 or -1: physical cores)"},
     {"-d, --device", "NAME", DT_OPTION_TEXT, AT(shared.device), 0, 0,
      "what is lent: cpu, cuda, metal, vulkan, a device by name, several separated by commas; list = show them (all GPUs, else the "

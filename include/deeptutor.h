@@ -262,6 +262,8 @@ typedef enum dt_prefill { DT_PREFILL_FULL, DT_PREFILL_STREAMING } dt_prefill;
  * or not at all: it collects what scores need, for forks that evict. */
 typedef enum dt_evict { DT_EVICT_ALWAYS, DT_EVICT_ONCE, DT_EVICT_HELD } dt_evict;
 
+#define DT_MAX_THREADS 512 /* of a session, a group, a quantizer, an RPC server: what ggml allows; more is DT_ERR_ARGUMENT */
+
 typedef struct dt_session_params {
     int32_t n_ctx;     /* farthest that a token sees back; 0 = the model's own. The longest conversation too, unless every layer
                           evicts or has a window: then kept tokens move together (docs/memory.md) and it may go on */

@@ -199,6 +199,14 @@ static void test_negative_values(void **state) {
         assert_non_null(strstr(error.message, "negative"));
         assert_null(s);
     }
+    for (int i = 0; i < 2; i++) {
+        dt_session_params params = params_of(NULL);
+        dt_session *s = NULL;
+        *(i == 0 ? &params.n_threads : &params.n_threads_batch) = DT_MAX_THREADS + 1;
+        assert_int_equal(dt_session_new(f->model, &params, &s, &error), DT_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, "513 threads are more than the 512"));
+        assert_null(s);
+    }
     const dt_model_params models[] = {{.n_device_layers = -1}, {.rpc_timeout_s = -1}};
     const tiny_model_params p = three_layers(N_CTX);
     const char *path = write_tiny(&p);

@@ -13,6 +13,7 @@
 #include <locale.h>
 #include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 static const dt_option_group *const groups[] = {&dt_model_options, &dt_eviction_options, &dt_sampling_options, &dt_stats_options,
                                                 &dt_output_options};
@@ -103,7 +104,9 @@ static void test_refusals(void **state) {
         {"-t", "abc", "-t needs a whole number, not 'abc'"},
         {"-t", "1.5", "whole number"},
         {"-t", "", "whole number"},
-        {"-t", "-2", "between -1 and 2147483647"},
+        {"-t", "-2", "between -1 and 512"},
+        {"-t", "513", "between -1 and 512"},
+        {"-tb", "100000", "between -1 and 512"},
         {"-c", "-1", "between 0"},
         {"-c", "99999999999", "between 0"},
         {"--temp", "0,7", "number such as 0.7"},
@@ -191,10 +194,10 @@ static void test_meaning(void **state) {
     (void)state;
     dt_shared_options o;
     char message[512];
-    assert_true(parse(&o, message, "-t", "100000", "-tb", "-1", "--prefill", "streaming", "--kernel", "reference", NULL));
+    assert_true(parse(&o, message, "-t", "512", "-tb", "-1", "--prefill", "streaming", "--kernel", "reference", NULL));
     dt_session_params session;
     dt_shared_options_session(&o, &session);
-    assert_true(session.n_threads >= 1 && session.n_threads < 100000);
+    assert_true(session.n_threads >= 1 && session.n_threads <= sysconf(_SC_NPROCESSORS_ONLN));
     assert_int_equal(session.n_threads_batch, 0);
     assert_int_equal(session.prefill, DT_PREFILL_STREAMING);
     assert_string_equal(session.kernel, "reference");

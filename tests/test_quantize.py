@@ -90,7 +90,7 @@ def test_convert_needs_the_program(wide, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("args", [["IN", "OUT"], ["IN", "OUT", "Q9"], ["IN", "OUT", "Q4_0", "more"],
-                                  ["IN", "OUT", "Q4_0", "-t", "x"], ["IN", "OUT", "Q4_0", "-t", ""],
+                                  ["IN", "OUT", "Q4_0", "-t", "x"], ["IN", "OUT", "Q4_0", "-t", "513"], ["IN", "OUT", "Q4_0", "-t", ""],
                                   ["IN", "OUT", "Q4_0", "-t", " 2"], ["IN", "OUT", "Q4_0", "-t"], ["IN", "OUT", "Q4_0", "-t", "-1"],
                                   ["IN", "OUT", "Q4_0", "--what"], ["IN", "IN", "Q4_0"], []])
 def test_bad_usage(wide, tmp_path, args):

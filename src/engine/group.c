@@ -53,6 +53,12 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
     if (p->n_threads < 0 || p->n_threads_batch < 0) {
         return dt_fail(error, DT_ERR_ARGUMENT, "the number of threads can't be negative");
     }
+    if (p->n_threads > DT_MAX_THREADS || p->n_threads_batch > DT_MAX_THREADS) {
+        return dt_fail(error, DT_ERR_ARGUMENT,
+                       "%d threads are more than the %d that can compute together; 0 stands for as many as there "
+                       "are cores",
+                       DT_MAX(p->n_threads, p->n_threads_batch), DT_MAX_THREADS);
+    }
     const bool is_ggml = dt_kernel_is_ggml(p->kernel),
                no_flash = is_ggml && p->kernel != NULL && strcmp(p->kernel, "ggml_matmul") == 0;
     const dt_attn_kernel *kernel = dt_attn_kernel_find(is_ggml ? NULL : p->kernel, error);
@@ -68,7 +74,7 @@ static dt_status group_new(const dt_model *model, const dt_group_params *params,
     g->kernel_name = no_flash ? "ggml_matmul" : is_ggml ? "ggml" : kernel->name;
     g->most_at_once = is_ggml || model->decoder->n_devices > 1 ? DT_MAX_ELSEWHERE : INT32_MAX;
     g->is_private = is_private;
-    g->n_threads = p->n_threads > 0 ? p->n_threads : dt_physical_cores();
+    g->n_threads = p->n_threads > 0 ? p->n_threads : DT_MIN(dt_physical_cores(), DT_MAX_THREADS);
     g->n_threads_batch = p->n_threads_batch > 0 ? p->n_threads_batch : g->n_threads;
     dt_memory_init(&g->memory);
     dt_memory_init(&g->kv_memory);

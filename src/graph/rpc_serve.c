@@ -68,6 +68,10 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error) {
     struct stat folder;
     char endpoint[64];
     dt_status status = dt_check_processor(error);
+    if (status == DT_OK && params->n_threads > DT_MAX_THREADS) {
+        status = dt_fail(error, DT_ERR_ARGUMENT, "%d threads are more than the %d that can compute together", params->n_threads,
+                         DT_MAX_THREADS);
+    }
     if (status == DT_OK) {
         status = check_address(host, port, error);
     }
@@ -77,7 +81,7 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error) {
     if (status == DT_OK) {
         status = find_lent(params->device, devices, &n, error);
     }
-    const int32_t n_threads = params->n_threads > 0 ? params->n_threads : dt_physical_cores();
+    const int32_t n_threads = params->n_threads > 0 ? params->n_threads : DT_MIN(dt_physical_cores(), DT_MAX_THREADS);
     if (status == DT_OK && dt_startable_threads(n_threads, THREADS_ROOM) < n_threads) { /* ggml would find out in the first graph */
         status = dt_fail(error, DT_ERR_COMPUTE, "the threads for computing can't be started; use fewer with -t");
     }

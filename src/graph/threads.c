@@ -6,6 +6,8 @@
 #include "ggml-cpu.h"
 #include "weights/ggml_calls.h"
 
+_Static_assert(DT_MAX_THREADS <= GGML_MAX_N_THREADS, "ggml's pool has room for them");
+
 /* Those that there were go; they stay where new ones can't be had. */
 static bool start(dt_threads *t, int32_t n) {
     struct ggml_threadpool_params params = ggml_threadpool_params_default(n);

@@ -235,7 +235,8 @@ static dt_status run_quantizer(const dt_quantize_params *params, enum llama_ftyp
         return dt_fail_memory(error, (size_t)gguf->n_tensors * GGML_MAX_NAME, "the names of the tensors");
     }
     struct llama_model_quantize_params quantize = llama_model_quantize_default_params();
-    const int32_t n_threads = params->n_threads > 0 ? params->n_threads : (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+    const int32_t n_processors = DT_MIN((int32_t)sysconf(_SC_NPROCESSORS_ONLN), DT_MAX_THREADS);
+    const int32_t n_threads = params->n_threads > 0 ? params->n_threads : n_processors;
     /* where a thread can't be started, libllama ends the process; with a single one it starts none */
     quantize.nthread = n_threads > 1 ? dt_startable_threads(n_threads, room_for(gguf)) : 1;
     quantize.ftype = ftype;
@@ -310,6 +311,10 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
     enum llama_ftype ftype;
     if (params == NULL || params->input == NULL || params->output == NULL || params->type == NULL) {
         return dt_fail(error, DT_ERR_ARGUMENT, "dt_quantize needs an input, an output and a type");
+    }
+    if (params->n_threads > DT_MAX_THREADS) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "%d threads are more than the %d that are started at most", params->n_threads,
+                       DT_MAX_THREADS);
     }
     if (!find_type(params->type, &ftype)) {
         char known[256] = "";
