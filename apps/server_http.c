@@ -25,7 +25,6 @@
 #define LAST_WORDS_MS 5000 /* for answers that are on their way when the server stops */
 #define BACKLOG 512
 #define STACK_BYTES ((size_t)1 << 20)
-#define REQUEST_BYTES_MAX ((size_t)1 << 16) /* libmicrohttpd's buffer for a header is smaller */
 
 /* ---- answers ------------------------------------------------------------------------------------ */
 
@@ -224,32 +223,24 @@ static bool has_key(const dt_exchange *e) {
     return key == NULL || (given != NULL && strncmp(given, "Bearer ", 7) == 0 && same_key(given + 7, key));
 }
 
-/* libmicrohttpd ends a path at its first NUL, written as it is or as %00: /health%00x would be /health. So it is looked at before
- * that; on_request comes next in the same thread, as each connection has its own. */
-static _Thread_local const char *target_end; /* of what was sent as far as a NUL, query and all */
-static _Thread_local bool has_escaped_nul;
+/* libmicrohttpd ends a decoded path at its first NUL: /health%00x would be /health. So it is looked at before that; on_request comes
+ * next in the same thread, as each connection has its own. */
+static _Thread_local bool path_has_nul;
 
 static void *on_target(void *user, const char *uri, struct MHD_Connection *connection) {
     (void)user;
     (void)connection;
     const char *nul = strstr(uri, "%00");
-    target_end = uri + strlen(uri);
-    has_escaped_nul = nul != NULL && (size_t)(nul - uri) < strcspn(uri, "?");
+    path_has_nul = nul != NULL && (size_t)(nul - uri) < strcspn(uri, "?");
     return NULL;
 }
 
-/* version: it lies one space behind the target, unless there was a NUL, and what follows that, in between. */
-static bool target_has_nul(const char *version) {
-    const uintptr_t end = (uintptr_t)target_end, next = (uintptr_t)version;
-    return has_escaped_nul || (next > end + 1 && next - end < REQUEST_BYTES_MAX);
-}
-
 /* What can be refused before the body came. 0: nothing. */
-static int refuse_early(dt_exchange *e, const char *path, const char *method, const char *version, const char **out_message) {
+static int refuse_early(dt_exchange *e, const char *path, const char *method, const char **out_message) {
     const bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
     const char *length = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_LENGTH);
     int64_t n = 0;
-    if (target_has_nul(version)) {
+    if (path_has_nul) {
         *out_message = "the path holds a NUL character; leave it out";
         return 400;
     }
@@ -314,7 +305,7 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
             return dt_http_send_wait(connection, 503, "too many connections are open; close idle ones, or try again later",
                                      CROWDED_SECONDS, true);
         }
-        const int status = refuse_early(e, url, method, version, &message);
+        const int status = refuse_early(e, url, method, &message);
         return status != 0 ? dt_http_send_error(connection, status, message) : MHD_YES;
     }
     if (*n_upload > 0) {

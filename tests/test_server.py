@@ -273,7 +273,7 @@ def test_a_key_twice(server):
     assert status == 200 and answer["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("path", [b"/%00", b"/%00abc", b"/health%00", b"/v1/models%00x?y=1", b"/\0", b"/\0abc", b"/health\0abc", b"/health\0?x"])
+@pytest.mark.parametrize("path", [b"/%00", b"/%00abc", b"/health%00", b"/v1/models%00x?y=1"])
 def test_nul_in_a_path(server, path):
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s:
         s.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")

@@ -104,7 +104,7 @@ void dt_eviction_learn(dt_eviction *preset, const dt_model *model) {
                "TLC: %s lacks weights; the preset goes by its own scores. ./deeptutor-eval calibrate -m MODEL writes it anew",
                path);
     } else {
-        dt_log(DT_LOG_INFO, "TLC: the preset goes by what was learned about this model, %s", path);
+        dt_log(DT_LOG_INFO, "TLC: calibrated: %s", path);
         learn(preset, learned);
     }
     dt_eviction_free(learned);
