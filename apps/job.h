@@ -63,8 +63,8 @@ typedef struct dt_job {
     char *stops[DT_JOB_STOPS_MAX];
     size_t n_stops;
     const dt_eviction *eviction; /* NULL: nothing is evicted */
-    bool own_eviction;           /* it is freed with the job */
     char *eviction_key;          /* the same for the same settings */
+    bool own_eviction;           /* eviction is freed with the job */
     bool logprobs;               /* of the replies */
     int32_t n_top;
     bool score; /* logprobs of the prompt as well */
@@ -77,13 +77,13 @@ typedef struct dt_job {
     /* what came of it, under lock */
     pthread_mutex_t lock;
     dt_job_state state;
+    bool tlc_ended; /* tlc_json is the last one */
     dt_error error; /* code DT_OK while nothing failed */
     dt_record *prompt_records;
     dt_top *prompt_tops; /* [n_tokens][n_top] */
     size_t n_prompt_records;
     int64_t reused_tokens, evicted_tokens;
     char *tlc_json; /* the newest */
-    bool tlc_ended; /* it is the last one */
     int64_t n_tlc;
 
     /* the scheduler's own */
