@@ -30,7 +30,7 @@ fail() {
     say "$@" >&2
     exit 1
 }
-relay() { sed 's/^-- /run.sh: /' | fold -s -w 80; } # what CMake says
+relay() { sed 's/^-- /run.sh: /' | fold -s -w 72 | sed -e 's/ *$//' -e '/^run.sh: /!s/^/        /'; } # what CMake says
 
 want_model=0
 want_test=0

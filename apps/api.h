@@ -42,6 +42,10 @@ typedef struct dt_request {
     int64_t created; /* Unix time */
 } dt_request;
 
+/* How a model is named in answers: its file's name without folder and ending. free(). NULL: out of memory. */
+char *dt_api_model_name(const char *path);
+/* Is it the name of the one there is, or its file's? */
+bool dt_api_is_model(const dt_api *api, const char *name);
 /* What the key of default settings is: dt_api.eviction_key. free(). NULL: out of memory. */
 char *dt_api_eviction_key(const dt_eviction *eviction, const char *extra);
 /* body[n]: JSON. On failure the status code of HTTP that fits, else 200; *out is then to be freed. */

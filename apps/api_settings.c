@@ -34,6 +34,27 @@ bool dt_reader_refuse_unsupported(dt_reader *r) {
     return true;
 }
 
+static const char *file_of(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash != NULL ? slash + 1 : path;
+}
+
+char *dt_api_model_name(const char *path) {
+    const char *file = file_of(path);
+    size_t n = 0;
+    char *name = dt_repair_utf8(file, strlen(file), &n);
+    if (name != NULL && n > 5 && strcmp(name + n - 5, ".gguf") == 0) {
+        name[n - 5] = 0;
+    }
+    return name;
+}
+
+bool dt_api_is_model(const dt_api *api, const char *name) {
+    const char *general = dt_model_get_info(api->model)->name;
+    return strcmp(name, api->name) == 0 || strcmp(name, file_of(api->path)) == 0 || strcmp(name, api->path) == 0 ||
+           (general[0] != 0 && strcmp(name, general) == 0);
+}
+
 bool dt_reader_model(dt_reader *r) {
     const json_t *value = dt_reader_field(r->body, "model");
     if (value == NULL) {
@@ -42,11 +63,8 @@ bool dt_reader_model(dt_reader *r) {
     if (!json_is_string(value)) {
         return dt_reader_refuse(r, 400, "model must be a string");
     }
-    const char *asked = json_string_value(value), *path = r->api->path;
-    const char *slash = strrchr(path, '/'), *file = slash != NULL ? slash + 1 : path;
-    const char *general = dt_model_get_info(r->api->model)->name;
-    return strcmp(asked, r->api->name) == 0 || strcmp(asked, file) == 0 || strcmp(asked, path) == 0 ||
-           (general[0] != 0 && strcmp(asked, general) == 0) ||
+    const char *asked = json_string_value(value);
+    return dt_api_is_model(r->api, asked) ||
            dt_reader_refuse(r, 404, "there is no model '%.100s' here; the one there is is '%.100s'", asked, r->api->name);
 }
 
@@ -298,7 +316,11 @@ static bool read_logprobs(dt_reader *r, dt_job *job) {
 
 static bool read_length(dt_reader *r, dt_job *job) {
     int64_t n = r->api->max_tokens, n_choices = 1, best_of = -1;
-    const char *name = dt_reader_field(r->body, "max_completion_tokens") != NULL ? "max_completion_tokens" : "max_tokens";
+    static const char *const names[] = {"max_completion_tokens", "max_tokens", "n_predict"}; /* the last is llama.cpp's */
+    const char *name = names[0];
+    for (size_t i = 1; i < sizeof names / sizeof names[0] && dt_reader_field(r->body, name) == NULL; i++) {
+        name = names[i];
+    }
     if (!dt_reader_whole(r, r->body, name, 0, INT32_MAX, &n) || !read_choices(r, &n_choices) ||
         !dt_reader_whole(r, r->body, "best_of", 1, INT32_MAX, &best_of)) {
         return false;

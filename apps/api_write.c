@@ -133,6 +133,11 @@ static void add_completion_record(const dt_api *api, completion_logprobs *to, co
     dt_json_append(&to->logprobs, known ? json_real(finite_logprob(record->logprob)) : json_null());
     dt_json_append(&to->offsets, json_integer((json_int_t)offset));
     json_t *object = known ? json_object() : json_null();
+    if (known && n_top > 0) { /* OpenAI's lists name the token itself too, likely or not */
+        json_t *name = token_name(api, record->token);
+        dt_json_set(&object, json_string_value(name), json_real(finite_logprob(record->logprob)));
+        json_decref(name);
+    }
     for (int32_t k = n_top - 1; known && k >= 0; k--) { /* tokens of equal names: the likeliest stays */
         if (tops[k].token >= 0) {
             json_t *name = token_name(api, tops[k].token);

@@ -194,7 +194,7 @@ static void take_own_model(batch *b, json_t *body) {
     if (asked == NULL) {
         return;
     }
-    if (strcmp(asked, b->api.name) != 0 && !b->told_model) {
+    if (!dt_api_is_model(&b->api, asked) && !b->told_model) {
         b->told_model = true;
         dt_report(DT_LOG_WARN, "batch: rows name another model, '%.100s'; %s of -m answers all of them", asked, b->api.name);
     }
@@ -443,10 +443,8 @@ static int with_model(const batch_options *o, const dt_model *model, const char 
     dt_error error = {0};
     dt_eviction *eviction = NULL;
     batch b = {.input = input, .output = output, .news = {-1, -1}, .started = dt_seconds_now()};
-    const char *slash = strrchr(o->shared.model, '/'), *file = slash != NULL ? slash + 1 : o->shared.model;
-    size_t n_name = 0;
     b.api = (dt_api){.model = model,
-                     .name = dt_repair_utf8(file, strlen(file), &n_name),
+                     .name = dt_api_model_name(o->shared.model),
                      .path = o->shared.model,
                      .chat_template = o->chat_template,
                      .max_tokens = o->max_tokens,

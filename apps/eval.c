@@ -24,13 +24,12 @@
 #define N_OF(array) (sizeof(array) / sizeof(array)[0])
 
 static const dt_option text_rows[] = {
-    {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin (calibrate: this project's own pages)"},
+    {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin"},
     {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24,
-     "tokens read before eviction counts (kld and calibrate 4096, needle 3000, long the model's own)"},
+     "tokens read before eviction counts (kld 4096, needle 3000, long the model's own)"},
     {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
-    {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0,
-     "compare budgets of these shares of the context, a list such as 0.5,0.25; calibrate: one, for the config it writes (0.25)"},
+    {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, a list such as 0.5,0.25"},
 };
 static const dt_option policy_rows[] = {
     {"--policy", "local_window|importance_score|none", DT_OPTION_TEXT, AT(policy), 0, 0,
@@ -64,6 +63,11 @@ static const dt_option needle_rows[] = {
     {"--settings", "F", DT_OPTION_TEXT, AT(settings), 0, 0, SETTINGS_HELP},
 };
 static const dt_option calibrate_rows[] = {
+    /* what is learned holds for every setting: none is chosen here but a size */
+    {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin (this project's own pages)"},
+    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24, "tokens of a piece (4096)"},
+    {"--kept", "X", DT_OPTION_TEXT, AT(kept), 0, 0, "budget of the config that is written, as a share of the context (0.25)"},
+    {"--max-cache-size", "N", DT_OPTION_INT, AT(shared.max_cache_size), 1, INT32_MAX, "the same in tokens a layer"},
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, spread over it (4)"},
     {"-o, --output", "F", DT_OPTION_TEXT, AT(json), 0, 0,
      "the eviction config to write; beside the model, as model.tlc.json, presets find it by themselves (there)"},
@@ -99,17 +103,18 @@ static const dt_option_group needle_group = {"needle", needle_rows, N_OF(needle_
 
 typedef struct command {
     const char *name;
-    const dt_option_group *own, *other, *policy; /* other: what it measures on; policy: NULL where it chooses that itself */
+    const dt_option_group *own, *other; /* other: what it measures on */
+    const dt_option_group *policy, *eviction;
     dt_status (*run)(eval *e, dt_error *error);
     int64_t n_context, n_samples;
 } command;
 
 static const command commands[] = {
-    {"kld", &kld_group, &text_group, &policy_group, eval_kld, 4096, 0},
-    {"needle", &needle_group, &text_group, &policy_group, eval_needle, 3000, 20},
-    {"calibrate", &calibrate_group, &text_group, NULL, eval_calibrate, 4096, 0},
-    {"long", &long_group, &text_group, &policy_group, eval_long, 0, 0},
-    {"ab", &ab_group, &dt_sampling_options, &policy_group, eval_ab, 0, 50},
+    {"kld", &kld_group, &text_group, &policy_group, &dt_eviction_options, eval_kld, 4096, 0},
+    {"needle", &needle_group, &text_group, &policy_group, &dt_eviction_options, eval_needle, 3000, 20},
+    {"calibrate", &calibrate_group, NULL, NULL, NULL, eval_calibrate, 4096, 0},
+    {"long", &long_group, &text_group, &policy_group, &dt_eviction_options, eval_long, 0, 0},
+    {"ab", &ab_group, &dt_sampling_options, &policy_group, &dt_eviction_options, eval_ab, 0, 50},
 };
 
 dt_status eval_too_short(const eval *e, size_t n_pieces, size_t n_tokens, dt_error *error) {
@@ -293,10 +298,8 @@ static const char *check_eviction(const eval_options *o, const command *c) {
         return "--kv-memory fits each side of a comparison for itself, so that they would differ in more than eviction; leave it "
                "out, and give a shorter --context where memory is short";
     }
-    if (c->run == eval_calibrate && (named || o->evict != 0 || (o->kept != NULL && strchr(o->kept, ',') != NULL) ||
-                                     shared->min_cache_size >= 0 || shared->memory_slots >= 0 || shared->prefill != 0)) {
-        return "calibrate learns what any setting can go by: of the flags of eviction it takes --max-cache-size, or one share with "
-               "--kept";
+    if (c->run == eval_calibrate && o->kept != NULL && strchr(o->kept, ',') != NULL) {
+        return "calibrate writes one config: give --kept a single share";
     }
     return NULL;
 }
@@ -448,6 +451,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
 static void print_usage(FILE *file, const char *program) {
     fprintf(file,
             "usage: %s COMMAND -m FILE -f TEXT [flags]\n"
+            "       %s calibrate -m FILE [flags]\n"
             "       %s ab -m FILE -i PROMPTS.jsonl [flags]\n"
             "COMMAND --help lists the flags. Commands:\n"
             "  kld        how far next-token distributions after eviction are from those of\n"
@@ -457,7 +461,7 @@ static void print_usage(FILE *file, const char *program) {
             "  calibrate  measures how much each KV head needs, writes an eviction config\n"
             "  long       perplexity of a text far beyond the context, against that within it\n"
             "  ab         answers to the same prompts with eviction off and on, compared\n",
-            program, program);
+            program, program, program);
 }
 
 static const command *find_command(const char *name) {
@@ -536,7 +540,7 @@ static int measure(void *user) {
     }
     dt_stats_file_free(file);
     if (status == DT_OK && beside) {
-        dt_report(DT_LOG_INFO, "%s is written; --cache-eviction with a preset goes by it from now on", learned);
+        dt_report(DT_LOG_INFO, "%s is written;\n--cache-eviction with a preset goes by it from now on", learned);
     }
     dt_free(learned);
     if (status == DT_OK) {
@@ -551,7 +555,7 @@ int main(int argc, char **argv) {
     if (c == NULL) {
         return without_command(argc, argv);
     }
-    const dt_option_group *const all[] = {c->own, c->other, c->policy, &dt_model_options, &dt_eviction_options, &dt_output_options};
+    const dt_option_group *const all[] = {c->own, c->other, c->policy, &dt_model_options, c->eviction, &dt_output_options};
     const dt_option_group *groups[N_OF(all)];
     size_t n_groups = 0;
     for (size_t i = 0; i < N_OF(all); i++) {

@@ -189,7 +189,15 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
     const dt_status status = dt_session_load(run->session, NULL, o->session, error);
     if (status == DT_OK) {
         size_t n = 0;
-        dt_session_tokens(run->session, &n);
+        const int32_t *tokens = dt_session_tokens(run->session, &n);
+        run->loaded = malloc((n + 1) * sizeof *run->loaded);
+        if (run->loaded == NULL) {
+            snprintf(error->message, sizeof error->message, "out of memory for %zu tokens", n);
+            return error->code = DT_ERR_MEMORY;
+        }
+        if (n > 0) {
+            memcpy(run->loaded, tokens, n * sizeof *run->loaded);
+        }
         run->loaded_tokens = (int64_t)n;
         dt_report(DT_LOG_INFO, "session: %s: %zu tokens loaded in %.1f ms", o->session, n, 1e3 * dt_seconds_now() - begun);
     }
@@ -252,6 +260,18 @@ static dt_status keep_replaced(const char *path, int64_t n_tokens, dt_error *err
     return why == NULL ? DT_OK : DT_ERR_IO;
 }
 
+/* Whether the conversation is what was loaded with something behind it. Its last token may have been computed anew, or be missing
+ * where the run ended before it was. */
+static bool goes_on_from_loaded(const dt_run *run) {
+    size_t n = 0;
+    const int32_t *tokens = dt_session_tokens(run->session, &n);
+    int64_t same = 0;
+    while (same < run->loaded_tokens && (size_t)same < n && tokens[same] == run->loaded[same]) {
+        same++;
+    }
+    return same + 1 >= run->loaded_tokens;
+}
+
 /* What was computed, also when the run was interrupted or failed. chat may be NULL. */
 static dt_status save_session(const main_options *o, const dt_run *run, const dt_chat *chat, dt_error *error) {
     size_t n = 0;
@@ -261,7 +281,7 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
     }
     const double begun = 1e3 * dt_seconds_now();
     dt_status status = DT_OK;
-    if (run->synced && run->first_reused + 1 < run->loaded_tokens) { /* the last token may have been computed anew */
+    if (!goes_on_from_loaded(run)) {
         status = keep_replaced(o->session, run->loaded_tokens, error);
     }
     if (status == DT_OK) {
@@ -424,8 +444,9 @@ static int generate(const main_options *o, const texts *t, dt_run *run, dt_stats
 
 /* ---- drafts ------------------------------------------------------------------------------------- */
 
-static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_model, dt_error *error) {
+static dt_status open_draft(const main_options *o, const texts *t, dt_run *run, dt_model **out_model, dt_error *error) {
     const int32_t most = o->draft_max > 0 ? (int32_t)o->draft_max : DEFAULT_DRAFT;
+    const int32_t expected = expected_tokens(o, t);
     if (o->draft_lookup) {
         return dt_draft_from_lookup(most, &run->draft, error);
     }
@@ -436,6 +457,7 @@ static dt_status open_draft(const main_options *o, dt_run *run, dt_model **out_m
     plain.kv_type = plain.prefill = plain.n_ctx = plain.kv_memory = 0;
     dt_session_params params;
     dt_shared_options_session(&plain, &params);
+    params.n_expected = expected > 0 && expected < INT32_MAX - most ? expected + most : 0;
     dt_model_params model_params;
     dt_shared_options_model(&o->shared, &model_params);
     dt_status status = dt_model_open(o->draft_model, &model_params, out_model, error);
@@ -471,7 +493,7 @@ static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats
         status = dt_session_new(model, &params, &run.session, &error);
     }
     if (status == DT_OK) {
-        status = open_draft(o, &run, &draft_model, &error);
+        status = open_draft(o, t, &run, &draft_model, &error);
     }
     int exit_code = status == DT_OK ? 0 : dt_report_failure(&error, true);
     if (exit_code == 0) {

@@ -122,9 +122,9 @@ dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *
             dt_report(DT_LOG_WARN, "KV memory: %s holds a conversation of %lld tokens, not the context's %lld",
                       dt_size_text_of(params->kv_memory).text, (long long)longest, (long long)context);
         } else {
-            dt_report(DT_LOG_INFO, "KV memory: at most %s for all conversations; %s for one of %lld tokens",
-                      dt_size_text_of(params->kv_memory).text,
-                      dt_size_text_of(dt_session_kv_bound(probe, context) + fresh.kv_bytes).text, (long long)context);
+            dt_report(DT_LOG_INFO, "KV memory: at most %s; a conversation of %lld tokens takes up to %s",
+                      dt_size_text_of(params->kv_memory).text, (long long)context,
+                      dt_size_text_of(dt_session_kv_bound(probe, context) + fresh.kv_bytes).text);
         }
         if (out_n_ctx != NULL) {
             *out_n_ctx = (int32_t)context;
@@ -214,6 +214,7 @@ dt_status dt_run_begin(dt_run *run, dt_error *error) {
 void dt_run_end(dt_run *run) {
     dt_sampler_free(run->sampler);
     free(run->generated);
+    free(run->loaded);
 }
 
 static bool on_prefill(int64_t done, int64_t total, void *user) {
@@ -271,8 +272,6 @@ static dt_status read_and_generate(dt_run *run, const int32_t *tokens, size_t n,
     dt_report_progress_end();
     run->prompt_tokens += synced.reused_tokens + synced.computed_tokens;
     run->reused_tokens += synced.reused_tokens;
-    run->first_reused = run->synced ? run->first_reused : synced.reused_tokens;
-    run->synced = true;
     if (status == DT_ERR_CANCELLED && dt_interrupted) {
         return DT_OK;
     }

@@ -53,8 +53,8 @@ typedef struct dt_run {
     int64_t n_predict;
     dt_output output;
     int64_t prompt_tokens, reused_tokens; /* over all replies */
-    int64_t loaded_tokens, first_reused;  /* of a session file, and how many of them the first text shared, once `synced` */
-    bool synced;
+    int32_t *loaded;                      /* [loaded_tokens] what a session file held */
+    int64_t loaded_tokens;
     int32_t *generated; /* over all replies */
     size_t n_generated, generated_capacity;
     size_t reply_first; /* of them: the last reply is generated[reply_first..] */

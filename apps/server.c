@@ -87,18 +87,6 @@ static dt_status read_key(const char *path, char **out, dt_error *error) {
     return status;
 }
 
-/* The alias, or the file's name without folder and ending. free(). */
-static char *name_of(const server_options *o) {
-    const char *slash = strrchr(o->shared.model, '/'), *file = slash != NULL ? slash + 1 : o->shared.model;
-    const char *from = o->alias != NULL ? o->alias : file;
-    size_t n = 0;
-    char *name = dt_repair_utf8(from, strlen(from), &n);
-    if (name != NULL && o->alias == NULL && n > 5 && strcmp(name + n - 5, ".gguf") == 0) {
-        name[n - 5] = 0;
-    }
-    return name;
-}
-
 /* Serves until a signal comes. */
 static int serve(const server_options *o, const dt_api *api, const char *key, dt_scheduler *scheduler) {
     dt_error error = {0};
@@ -159,7 +147,8 @@ static int with_model(const server_options *o, const dt_model *model, const char
     if (status == DT_OK) {
         status = dt_scheduler_new(&params, &scheduler, &error);
     }
-    char *name = name_of(o);
+    size_t n = 0;
+    char *name = o->alias != NULL ? dt_repair_utf8(o->alias, strlen(o->alias), &n) : dt_api_model_name(o->shared.model);
     char *eviction_key = dt_api_eviction_key(eviction, "");
     int exit_code = 1;
     if (status != DT_OK) {

@@ -29,6 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
+from command_line import Parser  # noqa: E402
 from eval.command import replacing  # noqa: E402
 
 PEERS = ROOT / "build-peers"
@@ -46,8 +47,8 @@ def parser_of(doc):
             paragraphs.append("\n".join(fill(line, " " * 14) for line in lines))
         else:
             paragraphs.append(fill(" ".join(paragraph.split())))
-    return argparse.ArgumentParser(description="\n\n".join(paragraphs),
-                                   formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=80))
+    return Parser(description="\n\n".join(paragraphs),
+                  formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=80))
 
 
 def say(text: str) -> None:

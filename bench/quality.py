@@ -29,7 +29,7 @@ import sysconfig
 import time
 import zipfile
 
-from peers import check_output, processor_name, refuse, until_ctrl_c, whole, write_file
+from peers import Parser, check_output, processor_name, refuse, until_ctrl_c, whole, write_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVAL = ROOT / "deeptutor-eval"
@@ -418,7 +418,7 @@ def kinds(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-o", "--output", required=True, metavar="DIR")
     parser.add_argument("--calibration", metavar="F", help="what predict goes by (made in DIR)")

@@ -10,6 +10,8 @@ at best; the speed-up of decoding is a ratio of bytes and does not depend on the
 import argparse
 import sys
 
+from command_line import Parser
+
 # read bandwidth in GB/s, dense half-precision TFLOPS with sums in floats, from the vendors' data sheets
 DEVICES = {"a100": (1555, 312), "4090": (1008, 165), "3090": (936, 71), "m2ultra": (800, 27)}
 DECODE_SHARE = 0.8   # of the bandwidth, which good kernels reach
@@ -114,7 +116,7 @@ def predict(model, args, limits):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--context", type=tokens, required=True, metavar="N", help="tokens in the conversation")
     parser.add_argument("--device", type=device, metavar="NAME",

@@ -123,7 +123,7 @@ def test_bad_rows(model, tmp_path):
     for number, word in ((2, "JSON"), (6, "1024"), (7, "row 1"), (8, "id"), (9, "custom_id"), (11, "url"), (13, "body")):
         assert word in json.dumps(out[number]["error"]), out[number]
     assert "15 rows done, 10 of them" in log and all(len(line) <= 80 for line in log.splitlines() if line.startswith("batch: 15")), log
-    assert out[10]["response"]["body"]["model"] == "tiny.gguf" and log.count("'gpt-99'; tiny.gguf of -m answers") == 1, log
+    assert out[10]["response"]["body"]["model"] == "tiny" and log.count("'gpt-99'; tiny of -m answers") == 1, log
     before = target.read_bytes()
     again = batch(model, source, target)
     assert "15 done before, 10 of them refused or failed" in again and "other settings" not in again
@@ -242,7 +242,7 @@ def test_names_that_are_not_utf8(model, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps(openai_row("a", "Hello")) + "\n")
     batch(path, source, target)
-    assert lines(target)[1]["response"]["body"]["model"] == "t\ufffd.gguf"
+    assert lines(target)[1]["response"]["body"]["model"] == "t\ufffd"
     folder = tmp_path / "texts"
     folder.mkdir()
     with open(os.fsencode(folder) + b"/\xe9.txt", "w") as file:

@@ -206,6 +206,16 @@ def test_help_needs_no_packages():
     assert told("--wrong").returncode == 2
 
 
+@pytest.mark.parametrize("script", ["convert.py", "python/plan.py", "python/eval/report.py", "bench/peers.py"])
+def test_help_that_cannot_be_written(script):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    for target, reason in (("/dev/full", "No space left"), ("&-", "closed")):
+        told = subprocess.run(["sh", "-c", f'exec "$0" "$1" --help >{target}', sys.executable, str(HERE.parent / script)],
+                              stderr=subprocess.PIPE, text=True, timeout=60)
+        assert told.returncode == 1 and reason in told.stderr and told.stderr.startswith("error: ") and told.stderr.count("\n") == 1, told
+
+
 def test_special_tokens(all_families):
     fields, _ = read_fields(all_families("llama3")[1])
     assert [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("bos", "eos")] == [380, 381]

@@ -98,13 +98,13 @@ static void test_presets(void **state) {
     static const struct {
         const char *name, *expected;
     } cases[] = {
-        {"chat", "TLC: layers 0-15   local_window      max 2048  min 512  sinks 4  recent 128  slots 0\n"
-                 "TLC: layers 16-31  importance_score  max 4096  min 512  sinks 4  recent 128  slots 0"},
-        {"docqa", "TLC: layers 0-15   local_window      max 4096  min 1024  sinks 4  recent 128  slots 0\n"
-                  "TLC: layers 16-31  importance_score  max 8192  min 1024  sinks 4  recent 128  slots 0"},
-        {"code", "TLC: layers 0-31   local_window      max 4096  min 1024  sinks 4  recent 128  slots 0"},
-        {"summary", "TLC: layers 0-15   importance_score  max 3072  min 512  sinks 4  recent 128  slots 0\n"
-                    "TLC: layers 16-31  importance_score  max 6144  min 512  sinks 4  recent 128  slots 0"},
+        {"chat", "TLC: layers 0-15   local_window      max 2048  min 512  sinks 4  recent 128\n"
+                 "TLC: layers 16-31  importance_score  max 4096  min 512  sinks 4  recent 128"},
+        {"docqa", "TLC: layers 0-15   local_window      max 4096  min 1024  sinks 4  recent 128\n"
+                  "TLC: layers 16-31  importance_score  max 8192  min 1024  sinks 4  recent 128"},
+        {"code", "TLC: layers 0-31   local_window      max 4096  min 1024  sinks 4  recent 128"},
+        {"summary", "TLC: layers 0-15   importance_score  max 3072  min 512  sinks 4  recent 128\n"
+                    "TLC: layers 16-31  importance_score  max 6144  min 512  sinks 4  recent 128"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         dt_eviction *eviction = preset(32, cases[i].name);
@@ -222,8 +222,8 @@ static void test_example_of_the_documentation(void **state) {
         config(32, "{ \"0-15\":  {\"policy\": \"local_window\", \"max_cache_size\": 4096, \"min_cache_size\": 512},\n"
                    "  \"16-31\": {\"policy\": \"importance_score\", \"max_cache_size\": 8192, \"min_cache_size\": 512,"
                    " \"memory_slots\": 0} }");
-    require_description(eviction, "TLC: layers 0-15   local_window      max 4096  min 512  sinks 4  recent 128  slots 0\n"
-                                  "TLC: layers 16-31  importance_score  max 8192  min 512  sinks 4  recent 128  slots 0");
+    require_description(eviction, "TLC: layers 0-15   local_window      max 4096  min 512  sinks 4  recent 128\n"
+                                  "TLC: layers 16-31  importance_score  max 8192  min 512  sinks 4  recent 128");
     assert_string_equal(dt_eviction_name(eviction), "config e.json");
     assert_string_equal(logged, "");
     dt_eviction_free(eviction);
@@ -237,17 +237,17 @@ static void test_keys(void **state) {
                    " \"-1\": {\"policy\": \"local_window\", \"max_cache_size\": 300},\n"
                    " \"0-2\": {\"policy\": \"none\"}, \"5--6\": {\"policy\": \"importance_score\", \"max_cache_size\": 50}}");
     require_description(eviction, "TLC: layers 0-4    none              keeps everything\n"
-                                  "TLC: layers 5-6    importance_score  max 50  min 25  sinks 4  recent 12  slots 0\n"
-                                  "TLC: layers 7      local_window      max 100  min 50  sinks 4  recent 25  slots 0\n"
+                                  "TLC: layers 5-6    importance_score  max 50  min 25  sinks 4  recent 12\n"
+                                  "TLC: layers 7      local_window      max 100  min 50  sinks 4  recent 25\n"
                                   "TLC: layers 8      none              keeps everything\n"
-                                  "TLC: layers 9-10   local_window      max 200  min 100  sinks 4  recent 50  slots 0\n"
-                                  "TLC: layers 11     local_window      max 300  min 150  sinks 4  recent 75  slots 0");
+                                  "TLC: layers 9-10   local_window      max 200  min 100  sinks 4  recent 50\n"
+                                  "TLC: layers 11     local_window      max 300  min 150  sinks 4  recent 75");
     assert_string_equal(logged, "info TLC: e.json does not name layers 3-4, 8: they evict nothing\n");
     dt_eviction_free(eviction);
     begin_log(NULL);
     eviction = config(200, "{\"100-\": {\"policy\": \"local_window\", \"max_cache_size\": 4096}}");
     require_description(eviction, "TLC: layers 0-99     none              keeps everything\n"
-                                  "TLC: layers 100-199  local_window      max 4096  min 512  sinks 4  recent 128  slots 0");
+                                  "TLC: layers 100-199  local_window      max 4096  min 512  sinks 4  recent 128");
     dt_eviction_free(eviction);
     eviction = config(3, "\xEF\xBB\xBF{}"); /* with a byte order mark */
     require_description(eviction, "TLC: layers 0-2    none              keeps everything");
@@ -447,7 +447,7 @@ static void test_sizes_per_lane(void **state) {
     assert_int_equal(budget->recent_window, 25);
     assert_int_equal(dt_budget_of_lane(budget, 0).max_cache_size, 100);
     assert_int_equal(dt_budget_of_lane(budget, 1).max_cache_size, 3000);
-    require_description(eviction, "TLC: layers 0-1    importance_score  max 100-3000  min 50  sinks 4  recent 25  slots 0\n"
+    require_description(eviction, "TLC: layers 0-1    importance_score  max 100-3000  min 50  sinks 4  recent 25\n"
                                   "TLC:               score reconstruct\nTLC: layers 2      none              keeps everything");
     assert_int_equal(dt_eviction_override(eviction, 512, -1, &error), DT_OK); /* for all layers: for all their lanes */
     assert_int_equal(dt_budget_of_lane(dt_eviction_budget(eviction, 0), 1).max_cache_size, 512);
@@ -466,7 +466,7 @@ static void test_scores_without_a_part(void **state) {
     const char *text = "{\"0\": {\"policy\": \"importance_score\", \"max_cache_size\": 512, \"score\": \"fast-without-values\"}}";
     assert_int_equal(dt_eviction_config_text(1, "e.json", text, strlen(text), &eviction, &error), DT_OK);
     assert_ptr_equal(dt_eviction_budget(eviction, 0)->policy, &dt_policy_fast_without_values);
-    require_description(eviction, "TLC: layers 0      importance_score  max 512  min 256  sinks 4  recent 128  slots 0\n"
+    require_description(eviction, "TLC: layers 0      importance_score  max 512  min 256  sinks 4  recent 128\n"
                                   "TLC:               score fast-without-values");
     dt_eviction_free(eviction);
     require_field_error("\"score\": \"fast-without-pooling\"", "\"score\": must be \"fast\", \"predict\" or \"reconstruct\"");
@@ -483,7 +483,7 @@ static void test_shared_budget(void **state) {
     assert_int_equal(dt_eviction_total(eviction), 4096);
     require_layer(eviction, 2, "importance_score", INT32_MAX, 0, 4, 64);
     require_description(eviction, "TLC: shared budget, 4096 tokens over all layers, 1365 a layer on average\n"
-                                  "TLC: layers 0-2    importance_score  max any  min 0  sinks 4  recent 64  slots 0\n"
+                                  "TLC: layers 0-2    importance_score  max any  min 0  sinks 4  recent 64\n"
                                   "TLC: layers 3      none              keeps everything");
     dt_eviction_free(eviction);
     require_error(4, "{\"budget\": \"adaptive\", \"layers\": {}}",
@@ -535,7 +535,7 @@ static void test_weights(void **state) {
     assert_int_equal(budget->n_weights, 3);
     const dt_budget lane = dt_budget_of_lane(budget, 1);
     assert_true(budget->weights[1] == -2.5f && lane.weights[2] == 6);
-    require_description(eviction, "TLC: layers 0-1    importance_score  max 512  min 256  sinks 4  recent 128  slots 0\n"
+    require_description(eviction, "TLC: layers 0-1    importance_score  max 512  min 256  sinks 4  recent 128\n"
                                   "TLC:               score predict");
     dt_score_weights *weights = dt_score_weights_share(eviction->weights);
     dt_eviction_free(eviction);
@@ -649,25 +649,25 @@ static void test_windows(void **state) {
     dt_eviction *eviction = preset(4, "chat");
     dt_eviction_set_windows(eviction, windows);
     require_description(eviction, "TLC: layers 0-1    none              keeps its window of 4096\n"
-                                  "TLC: layers 2      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0\n"
-                                  "TLC: layers 3      importance_score  max 4096  min 512  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 2      importance_score  max 4096  min 512  sinks 4  recent 128\n"
+                                  "TLC: layers 3      importance_score  max 4096  min 512  sinks 4  recent 128\n"
                                   "TLC:               window 512");
     assert_null(dt_eviction_budget(eviction, 0)->policy);
     assert_int_equal(dt_eviction_override(eviction, 0, 100, &error), DT_OK); /* names no size of the cache */
     assert_null(dt_eviction_budget(eviction, 0)->policy);
     assert_int_equal(dt_eviction_override(eviction, 1000, -1, &error), DT_OK);
-    require_description(eviction, "TLC: layers 0-1    local_window      max 1000  min 100  sinks 4  recent 128  slots 0\n"
+    require_description(eviction, "TLC: layers 0-1    local_window      max 1000  min 100  sinks 4  recent 128\n"
                                   "TLC:               window 4096, evicted from inside too\n"
-                                  "TLC: layers 2      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0\n"
-                                  "TLC: layers 3      importance_score  max 1000  min 100  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 2      importance_score  max 1000  min 100  sinks 4  recent 128\n"
+                                  "TLC: layers 3      importance_score  max 1000  min 100  sinks 4  recent 128\n"
                                   "TLC:               window 512");
     dt_eviction_free(eviction);
 
     eviction = config(4, "{\"0-2\": {\"policy\": \"local_window\", \"max_cache_size\": 4094}}");
     dt_eviction_set_windows(eviction, windows);
-    require_description(eviction, "TLC: layers 0-1    local_window      max 4094  min 512  sinks 4  recent 128  slots 0\n"
+    require_description(eviction, "TLC: layers 0-1    local_window      max 4094  min 512  sinks 4  recent 128\n"
                                   "TLC:               window 4096, evicted from inside too\n"
-                                  "TLC: layers 2      local_window      max 4094  min 512  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 2      local_window      max 4094  min 512  sinks 4  recent 128\n"
                                   "TLC: layers 3      none              keeps its window of 512");
     dt_eviction_free(eviction);
 }
@@ -680,7 +680,7 @@ static void test_memory_slots(void **state) {
     dt_eviction *eviction = config(4, "{\"0-2\": {\"policy\": \"local_window\", \"max_cache_size\": 1000, \"memory_slots\": 16}}");
     dt_eviction_set_windows(eviction, windows);
     require_description(eviction, "TLC: layers 0-1    local_window      max 1000  min 500  sinks 4  recent 128  slots 16\n"
-                                  "TLC: layers 2      local_window      max 1000  min 500  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 2      local_window      max 1000  min 500  sinks 4  recent 128\n"
                                   "TLC:               window 512\n"
                                   "TLC: layers 3      none              keeps everything");
     assert_int_equal(dt_eviction_set_memory_slots(eviction, 1025, &error), DT_ERR_CONFIG);
@@ -689,7 +689,7 @@ static void test_memory_slots(void **state) {
     assert_int_equal(dt_eviction_set_memory_slots(eviction, 8, &error), DT_OK);
     assert_int_equal(dt_eviction_override(eviction, 600, -1, &error), DT_OK); /* one flag doesn't undo the other */
     require_description(eviction, "TLC: layers 0-1    local_window      max 600  min 300  sinks 4  recent 128  slots 8\n"
-                                  "TLC: layers 2      local_window      max 600  min 300  sinks 4  recent 128  slots 0\n"
+                                  "TLC: layers 2      local_window      max 600  min 300  sinks 4  recent 128\n"
                                   "TLC:               window 512\n"
                                   "TLC: layers 3      none              keeps everything");
     dt_eviction_free(eviction);

@@ -75,7 +75,8 @@ def test_goes_on_without_its_text(tmp_path, flags):
     assert log.stdout == said and stats["prompt_tokens"] - stats["reused_tokens"] < 9
     # a block of 256 tokens of each lane takes 5.7 MiB, scores some more
     assert run_model("-n", "2", *session, "--kv-memory", "8M", *greedy).returncode == 0
-    assert_fails(run_model("-n", "2", *session, "--kv-memory", "4M", *greedy), 2, "give a larger --kv-memory")
+    assert_fails(run_model("-n", "2", *session, "--kv-memory", "4M", *greedy), 2, "int8 to fit into its memory; give a larger --kv-memory")
+    assert_fails(run_model("-n", "2", *session, "--kv-memory", "99M", "--kv-type", "int8", *greedy), 2, "cache is int8; give --kv-type f16")
 
 
 @needs_model
@@ -343,6 +344,20 @@ def test_a_text_becomes_no_chat(tmp_path):
 
 
 @needs_model
+def test_what_was_refused_replaces_nothing(tmp_path):
+    """A message that has no room leaves the chat as it was: there is nothing to keep under another name."""
+    session, old = tmp_path / "s.bin", tmp_path / "s.bin.old"
+    flags = ("-cnv", "-c", "128", "-n", "4", "--temp", "0", "--session", str(session))
+    assert run_model("-p", "Hello.", *flags).returncode == 0
+    before = session.read_bytes()
+    old.write_bytes(b"somebody's own")
+    log = run_model("-p", "word " * 300, *flags).stderr
+    assert b"outgrown" in log and b"parts from" not in log, log
+    chat = [data[:data.index(b"SMPL")] for data in (before, session.read_bytes())]  # tokens and logits
+    assert chat[0] == chat[1] and old.read_bytes() == b"somebody's own"
+
+
+@needs_model
 def test_a_full_session_ends(tmp_path):
     """Its last word was told; nothing is told twice until there is room."""
     session = tmp_path / "s.bin"
@@ -373,6 +388,10 @@ def test_a_long_session_under_eviction(tmp_path):
         before, after = re.findall(rb"KV memory: at most ([0-9.]+) MiB", log.stderr)
         assert float(before) * (1 << 20) < stats["kv_bytes_peak"] <= (float(after) + 0.1) * (1 << 20)
         assert not limit or stats["kv_bytes_peak"] <= int(enough) * 1024
+    for megabytes in (24, 40, 44, 48, 52, 56, 64, 72):  # around what it takes: it goes on to its end, or is refused before it begins
+        copy.write_bytes(session.read_bytes())
+        done = run_model("--session", str(copy), *flags, "--kv-memory", f"{megabytes}M", "--ignore-eos", "-n", "12")
+        assert done.returncode == (2 if megabytes * 1024 < int(enough) else 0), done.stderr
 
 
 @needs_model

@@ -277,8 +277,9 @@ def test_python_refuses_other_kinds(deeptutor):
             ("must be the path of a file, not ", lambda: deeptutor.Model(5), lambda: session.save(None), lambda: session.load(True)),
             ("must be a Model, such as ", lambda: deeptutor.Session(MODEL), lambda: deeptutor.Draft(MODEL, target=model),
              lambda: deeptutor.Draft(model, target=MODEL)),
-            ("tokens must be a list of whole numbers", lambda: session.sync("ab"), lambda: session.sync(b"ab"), lambda: session.sync(5),
-             reply(prompt=None)),
+            ("tokens must be a list of whole numbers", lambda: session.sync("ab"), lambda: session.sync(b"ab"), lambda: session.sync(5)),
+            ("prompt must be text or tokens, not ", reply(prompt=None), reply(prompt=5)),
+            ("Model.render_chat makes a text of messages", reply(prompt=chat)),
             ("messages must be a list of ", lambda: model.render_chat("hello"), lambda: model.render_chat([{"role": "user"}])),
             ("eviction must be None, a preset's name or a dict", lambda: deeptutor.Session(model, eviction=5)),
             ("the log must be a function", lambda: deeptutor.set_log("warn"))):
@@ -287,7 +288,8 @@ def test_python_refuses_other_kinds(deeptutor):
                 call()
     for sentence, call in (("kv_type must be f16 or int8", lambda: deeptutor.Session(model, kv_type=["f16"])),
                            ("a float holds", reply(temp=10**400)), ("half of a character", reply(grammar="\ud800")),
-                           ("can't be written as JSON", reply(json_schema={"minimum": float("nan")})), ("NUL", reply(grammar=b"a\0"))):
+                           ("can't be written as JSON", reply(json_schema={"minimum": float("nan")})), ("NUL", reply(grammar=b"a\0")),
+                           ("-1 for all until the end", lambda: list(session.generate("A", n_predict=-7)))):
         with pytest.raises(ValueError, match=sentence):
             call()
     assert session.tokens == [1, 2]

@@ -273,6 +273,23 @@ def test_a_key_twice(server):
     assert status == 200 and answer["usage"]["completion_tokens"] == 2
 
 
+def test_n_predict(server):
+    """llama.cpp's name for max_tokens, where neither of OpenAI's is there."""
+    for fields, n in (({"n_predict": 3}, 3), ({"n_predict": 3, "max_tokens": 2}, 2)):
+        _, answer, _ = server.ask("/v1/completions", {"prompt": "x", "temperature": 0, "ignore_eos": True, **fields})
+        assert answer["usage"]["completion_tokens"] == n
+
+
+def test_the_token_itself_is_among_the_likeliest(server):
+    """Of completions, as OpenAI's lists: one more where it isn't."""
+    _, answer, _ = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 24, "ignore_eos": True, "logprobs": 1, "temperature": 3,
+                                                  "top_k": 0, "top_p": 1, "min_p": 0, "seed": 1})
+    logprobs = answer["choices"][0]["logprobs"]
+    assert {len(tops) for tops in logprobs["top_logprobs"]} >= {2}
+    for token, logprob, tops in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]):
+        assert tops[token] == logprob and len(tops) <= 2
+
+
 @pytest.mark.parametrize("path", [b"/%00", b"/%00abc", b"/health%00", b"/v1/models%00x?y=1"])
 def test_nul_in_a_path(server, path):
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s:
@@ -877,5 +894,5 @@ def test_memory_that_holds_nothing(model, tmp_path):
         assert s.complete(prompt=[5] * (longest - 4), max_tokens=4)["usage"]["completion_tokens"] == 4
     with serving(model, tmp_path, *FLAGS) as s:
         log = open(s.log_path, "rb").read()
-        assert re.search(rb"KV memory: at most [0-9.]+ MiB for all conversations; [0-9.]+ KiB for one of \d+ tokens", log), log
+        assert re.search(rb"KV memory: at most [0-9.]+ MiB; a conversation of \d+ tokens takes up to [0-9.]+ KiB", log), log
         assert log.count(b"KV memory:") == 1, log

@@ -5,6 +5,8 @@ import pathlib
 import shutil
 import textwrap
 
+from command_line import Parser
+
 from .families import FAMILIES
 
 HELP = """Converts a Hugging Face folder to one GGUF file, offline.
@@ -17,8 +19,8 @@ files. GPTQ and AWQ checkpoints are repacked, not quantized again. Families: {}.
 def parse_arguments(args):
     more = " ".join(MORE_HELP.format(", ".join(family.architecture for family in FAMILIES)).split())
     width = min(shutil.get_terminal_size().columns, 80) - 2
-    parser = argparse.ArgumentParser("convert.py", description=HELP.format(textwrap.fill(more, width)),
-                                     formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width))
+    parser = Parser("convert.py", description=HELP.format(textwrap.fill(more, width)),
+                    formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width))
     parser.add_argument("--pytorch_model_path", "--model_path", metavar="DIR", required=True, type=pathlib.Path,
                         help="the Hugging Face folder")
     parser.add_argument("--model_name", metavar="NAME", help="the model's name or family, such as chatglm2-6b; config.json "

@@ -303,6 +303,12 @@ class Session(_Used):
         if draft is not None and draft != "lookup" and not isinstance(draft, Draft):
             raise TypeError(f'draft must be a Draft or "lookup", not {draft!r}')
         n_predict = number("n_predict", n_predict, ctypes.c_int64)
+        if n_predict < -1:
+            raise ValueError(f"n_predict must be a number of tokens, or -1 for all until the end, not {n_predict}")
+        if isinstance(prompt, (list, tuple)) and any(isinstance(message, dict) for message in prompt):
+            raise TypeError("prompt must be text or tokens; Model.render_chat makes a text of messages")
+        if not isinstance(prompt, (str, bytes)) and not hasattr(prompt, "__iter__"):
+            raise TypeError(f"prompt must be text or tokens, not {prompt!r}")
         tokens = token_array(self.model.tokenize(prompt) if isinstance(prompt, (str, bytes)) else prompt)
         used = [self]
         if draft is not None:

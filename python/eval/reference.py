@@ -22,6 +22,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from command_line import Parser  # noqa: E402
 from eval.command import (ROOT, at_least_one, check_inputs, check_output, check_program, fail, go_on_in_venv,  # noqa: E402
                           run_program, stoppable, write_whole)
 
@@ -237,7 +238,7 @@ def shares(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1][len("usage: "):], description=__doc__.split("\n\n")[2])
+    parser = Parser(usage=__doc__.split("\n\n")[1][len("usage: "):], description=__doc__.split("\n\n")[2])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-f", "--file", required=True)
     parser.add_argument("--context", type=at_least_one, default=4096)

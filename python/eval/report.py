@@ -11,13 +11,13 @@ measures first: kld and needles of a window, of importance_score and of reconstr
 files is not measured again. A name that ends in .md gives Markdown, with its pictures in REPORT_files/; any other one
 self-contained HTML file.
 """
-import argparse
 import json
 import os
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from command_line import Parser  # noqa: E402
 from eval.command import (ROOT, at_least_one, check_folder, check_inputs, check_output, check_program, fail,  # noqa: E402
                           go_on_in_venv, run_program, stoppable, write_whole)
 from eval.results import BadResult, name_series, read_result, series_of  # noqa: E402
@@ -271,8 +271,8 @@ def check(args, given):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1][len("usage: "):],
-                                     description=__doc__.split("\n\n")[2])
+    parser = Parser(usage=__doc__.split("\n\n")[1][len("usage: "):],
+                    description=__doc__.split("\n\n")[2])
     parser.add_argument("results", nargs="*", metavar="[LABEL=]RESULT.json")
     parser.add_argument("-o", "--output", required=True, help="REPORT.html or REPORT.md")
     parser.add_argument("--title", default="What eviction costs")

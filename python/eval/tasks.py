@@ -10,7 +10,6 @@ LongBench from "dataset" (F1 where it says nothing); --metric sets it. Eviction,
 as --eviction-preset docqa, --max-cache-size 1024 or -c 8192; the draw is greedy unless --temp says otherwise. The result is written
 after each task, so that it holds what was measured when a later one fails. report.py makes a page of it.
 """
-import argparse
 import json
 import math
 import os
@@ -21,6 +20,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from command_line import Parser  # noqa: E402
 from eval.command import (ROOT, at_least_one, check_inputs, check_output, check_program, fail, run_program,  # noqa: E402
                           stoppable, write_whole)
 from eval.metrics import LONGBENCH, METRICS  # noqa: E402
@@ -102,8 +102,8 @@ def tokens_to_come(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage=__doc__.split("\n\n")[1][len("usage: "):], allow_abbrev=False,
-                                     description=__doc__.split("\n\n")[2])
+    parser = Parser(usage=__doc__.split("\n\n")[1][len("usage: "):], allow_abbrev=False,
+                    description=__doc__.split("\n\n")[2])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-i", "--input", action="append", required=True, help="a task file; may be given several times")
     parser.add_argument("-o", "--output", required=True, help="the result, JSON")

@@ -318,9 +318,9 @@ dt_status dt_eviction_override(dt_eviction *eviction, int32_t max_cache_size, in
     if (status == DT_OK && shared && least > total) {
         status = dt_fail(error, DT_ERR_CONFIG,
                          "a budget of %" PRId64 " tokens over all layers is less than the %" PRId64
-                         " that sinks, recent windows and min_cache_size keep; give a larger max_cache_size or a smaller "
-                         "min_cache_size",
-                         total, least);
+                         " that sinks, recent windows and min_cache_size keep; give a max_cache_size of %" PRId64
+                         " or more, or a smaller min_cache_size",
+                         total, least, (least + n_sharing - 1) / DT_MAX(n_sharing, 1));
     }
     if (status != DT_OK) {
         eviction->spares_windows = spared_windows;
@@ -377,7 +377,7 @@ static int32_t run_end(const dt_eviction *eviction, int32_t first) {
 
 static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, const char *range, int width, char *out,
                         size_t capacity) {
-    char what[64] = "", score[40] = "", more[128] = "";
+    char what[64] = "", score[40] = "", slots[24] = "", more[160] = "";
     if (b->policy == NULL) {
         snprintf(what, sizeof what, window > 0 ? "keeps its window of %d" : "keeps everything", window);
         return snprintf(out, capacity, "TLC: layers %-*s  %-16s  %s\n", width, range, "none", what);
@@ -398,11 +398,15 @@ static int describe_run(const dt_budget *b, int32_t n_lanes, int32_t window, con
     if (b->policy->score_name != NULL && b->policy != &dt_policy_importance_score) {
         snprintf(score, sizeof score, "  score %s", b->policy->score_name);
     }
-    if (score[0] != 0 || what[0] != 0) { /* in a line of its own, below the policy: the first one fills a terminal */
-        snprintf(more, sizeof more, "TLC:        %-*s%s%s\n", width, "", score, what);
+    if (b->memory_slots > 0) {
+        snprintf(slots, sizeof slots, "  slots %d", b->memory_slots);
     }
-    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d  slots %d\n%s", width, range,
-                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, b->memory_slots, more);
+    if (score[0] != 0 || slots[0] != 0 ||
+        what[0] != 0) { /* in a line of its own, below the policy: the first one fills a terminal */
+        snprintf(more, sizeof more, "TLC:        %-*s%s%s%s\n", width, "", score, slots, what);
+    }
+    return snprintf(out, capacity, "TLC: layers %-*s  %-16s  max %s  min %d  sinks %d  recent %d\n%s", width, range,
+                    b->policy->name, max, b->min_cache_size, b->sink_tokens, b->recent_window, more);
 }
 
 dt_status dt_eviction_describe(const dt_eviction *eviction, char **out, dt_error *error) {

@@ -9,6 +9,7 @@
 #include "engine/kv_plan.h"
 #include "engine/session.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -250,19 +251,66 @@ dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_bu
     return status;
 }
 
-uint64_t dt_kv_plan_bound(const dt_session *session, const int32_t *longest) {
-    const dt_model *model = session->model;
-    dt_budget *budgets = calloc((size_t)model->info.n_layers, sizeof *budgets);
-    dt_kv_layer_params *layers = NULL;
-    uint64_t bytes = UINT64_MAX;
-    for (int32_t i = 0; budgets != NULL && i < model->info.n_layers; i++) {
-        budgets[i] = dt_kv_layer(session->kv, i)->budget;
+/* The plan of a session that is there, for its own number of tokens or another; false: out of memory. free_plan. */
+static bool plan_of(const dt_session *session, dt_session_params *params, plan *out) {
+    const int32_t n_layers = session->model->info.n_layers;
+    *out = (plan){.model = session->model, .params = params, .total = dt_kv_total_cache_size(session->kv)};
+    out->budgets = calloc((size_t)n_layers, sizeof *out->budgets);
+    out->longest = calloc((size_t)n_layers, sizeof *out->longest);
+    for (int32_t i = 0; out->budgets != NULL && i < n_layers; i++) {
+        out->budgets[i] = dt_kv_layer(session->kv, i)->budget;
     }
-    if (budgets != NULL && (layers = dt_kv_plan_layers(model, &session->params, budgets)) != NULL) {
-        bytes = dt_kv_bytes_most(session->kv, longest) + dt_device_cache_bytes_bound(model->decoder, layers, longest);
+    if (out->budgets != NULL && out->longest != NULL) {
+        measure_lanes(out, true);
     }
+    return out->budgets != NULL && out->longest != NULL;
+}
+
+static void free_plan(plan *p) {
+    free(p->budgets);
+    free(p->longest);
+}
+
+/* lengths: of each lane, those of a layer one after the other. longest: [n_layers] scratch. */
+static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *lengths) {
+    dt_kv_layer_params *layers = dt_kv_plan_layers(session->model, &session->params, p->budgets);
+    if (layers == NULL) {
+        return UINT64_MAX;
+    }
+    for (int32_t i = 0, lane = 0; i < session->model->info.n_layers; i++) {
+        p->longest[i] = 0;
+        for (int32_t j = 0; j < layers[i].n_lanes; j++, lane++) {
+            p->longest[i] = DT_MAX(p->longest[i], lengths[lane]);
+        }
+    }
+    const uint64_t bytes =
+        dt_kv_bytes_most(session->kv, lengths) + dt_device_cache_bytes_bound(session->model->decoder, layers, p->longest);
     free(layers);
-    free(budgets);
+    return bytes;
+}
+
+uint64_t dt_kv_plan_excess(const dt_session *session, const int32_t *lengths) {
+    const dt_hparams *hp = &session->model->decoder->hp;
+    dt_session_params params = session->params;
+    plan p;
+    uint64_t bytes = UINT64_MAX;
+    if (plan_of(session, &params, &p)) {
+        int64_t planned = 0, wanted = 0; /* of layers that share a budget */
+        bool exceeds = false;
+        for (int32_t i = 0, lane = 0; i < hp->n_layers; i++) {
+            int64_t n = 0;
+            for (int32_t j = 0; j < hp->n_kv_heads[i]; j++, lane++) {
+                n += lengths[lane];
+            }
+            const int64_t most = (int64_t)p.longest[i] * hp->n_kv_heads[i];
+            const bool shares = p.total > 0 && p.budgets[i].policy != NULL;
+            planned += shares ? most : 0;
+            wanted += shares ? n : 0;
+            exceeds = exceeds || (!shares && n > most);
+        }
+        bytes = exceeds || wanted > planned ? bound_of(session, &p, lengths) : 0;
+    }
+    free_plan(&p);
     return bytes;
 }
 
@@ -270,21 +318,26 @@ uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
     if (session == NULL) {
         return 0;
     }
-    const int32_t n_layers = session->model->info.n_layers;
+    const dt_hparams *hp = &session->model->decoder->hp;
     dt_session_params params = session->params;
     params.n_ctx = params.n_expected = (int32_t)DT_MIN(DT_MAX(n_tokens, 1), (int64_t)INT32_MAX / 2);
-    plan p = {.model = session->model, .params = &params, .total = dt_kv_total_cache_size(session->kv)};
-    p.budgets = calloc((size_t)n_layers, sizeof *p.budgets);
-    p.longest = calloc((size_t)n_layers, sizeof *p.longest);
-    uint64_t bytes = UINT64_MAX;
-    if (p.budgets && p.longest) {
-        for (int32_t i = 0; i < n_layers; i++) {
-            p.budgets[i] = dt_kv_layer(session->kv, i)->budget;
-        }
-        measure_lanes(&p, true);
-        bytes = dt_kv_plan_bound(session, p.longest);
+    int32_t n_lanes = 0;
+    for (int32_t i = 0; i < hp->n_layers; i++) {
+        n_lanes += hp->n_kv_heads[i];
     }
-    free(p.budgets);
-    free(p.longest);
+    assert(n_lanes > 0);
+    int32_t *lengths = calloc((size_t)n_lanes, sizeof *lengths);
+    plan p;
+    uint64_t bytes = UINT64_MAX;
+    if (plan_of(session, &params, &p) && lengths != NULL) {
+        for (int32_t i = 0, lane = 0; i < hp->n_layers; i++) {
+            for (int32_t j = 0; j < hp->n_kv_heads[i]; j++) {
+                lengths[lane++] = p.longest[i];
+            }
+        }
+        bytes = bound_of(session, &p, lengths);
+    }
+    free(lengths);
+    free_plan(&p);
     return bytes;
 }

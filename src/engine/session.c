@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define DEFAULT_BATCH 512
 #define DEFAULT_BLOCK 256
 #define DEFAULT_SNAPSHOTS 2 /* the last reply's beginning, and the one before, where a changed question begins */
 #define LEAST_CHUNK 32      /* tokens that a step can always take past the context; with room for fewer it is the end */
@@ -38,7 +39,9 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
                        (int)p->prefill, (int)p->evict);
     }
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
-    p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DT_SESSION_DEFAULT_BATCH, p->n_ctx);
+    p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DEFAULT_BATCH, p->n_ctx);
+    s->asked_batch = p->n_batch;
+    s->asked_kv_type = p->kv_type;
     p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : DEFAULT_BLOCK;
     p->n_snapshots = p->n_snapshots == 0 && !p->group ? DEFAULT_SNAPSHOTS : DT_MIN(p->n_snapshots, DT_MAX_SNAPSHOTS);
     if (p->kv_block_tokens % DT_KV_GROUP != 0) {
@@ -299,7 +302,7 @@ dt_status dt_session_reserve_tokens(dt_session *s, int32_t n_more, dt_error *err
     if (n <= s->token_capacity) {
         return DT_OK;
     }
-    const int32_t capacity = (int32_t)DT_MIN((int64_t)n + n / 2 + DT_SESSION_DEFAULT_BATCH, (int64_t)INT32_MAX);
+    const int32_t capacity = (int32_t)DT_MIN((int64_t)n + n / 2 + DEFAULT_BATCH, (int64_t)INT32_MAX);
     int32_t *tokens = dt_memory_grow(&s->work_memory, s->tokens, token_bytes(s), (size_t)capacity * sizeof *tokens);
     if (!tokens) {
         return dt_fail_memory(error, (size_t)capacity * sizeof *tokens, "the tokens");

@@ -11,8 +11,6 @@
 #define DT_REPLAYED_TOKENS 64
 /* Tokens that reconstruct repeats at a time, at most. */
 #define DT_REPEAT_CHUNK 512
-/* Of a prefill, where the caller asks for none. */
-#define DT_SESSION_DEFAULT_BATCH 512
 
 /* A cache's memory, counted together with that of its forks. */
 typedef struct dt_shared_memory {
@@ -50,8 +48,10 @@ struct dt_session {
     float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
     dt_snapshot snapshots[DT_MAX_SNAPSHOTS]; /* [n_snapshots], oldest and shortest first */
     int32_t n_snapshots;
-    uint64_t kv_most; /* what the cache was said to take at most */
-    void *note;       /* the application's, saved with the session */
+    uint64_t kv_most;    /* what the cache was said to take at most */
+    int32_t asked_batch; /* n_batch and kv_type before they were fitted into kv_memory */
+    dt_kv_type asked_kv_type;
+    void *note; /* the application's, saved with the session */
     size_t note_bytes;
     dt_score_weights *weights; /* that the budgets refer to, or NULL */
     bool *observe_layer;       /* [L] */

@@ -43,7 +43,7 @@ typedef struct reader {
     dt_session_header header;
     dt_error *error;
     bool lacks_peaks; /* the session wants them, and the file has none */
-    uint64_t most;    /* bytes that a cache with the file's lanes takes at most until something of them is evicted; 0 = unknown */
+    uint64_t most;    /* bytes that a cache with the file's lanes takes at most, where that is more than was planned; else 0 */
 } reader;
 
 static dt_status damaged(const reader *r, const char *what) {
@@ -120,10 +120,14 @@ static dt_status check_header(const reader *r) {
                        r->path, n > 0 ? ": " : "", n, h->model_name);
     }
     if (h->type_k != type_k || h->type_v != type_k) {
-        const bool chosen = s->params.kv_memory > 0 && h->type_k == 1; /* perhaps by the plan, to hold the limit */
-        return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds keys and values as %s, and this run's cache is %s; give %s%s", r->path,
-                       type_name(h->type_k), type_name(type_k), chosen ? "a larger --kv-memory, or --kv-type " : "--kv-type ",
-                       type_name(h->type_k));
+        if (s->params.kv_type != s->asked_kv_type) {
+            return dt_fail(
+                r->error, DT_ERR_ARGUMENT,
+                "%s holds keys and values as %s, and this run's are %s to fit into its memory; give a larger --kv-memory", r->path,
+                type_name(h->type_k), type_name(type_k));
+        }
+        return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds keys and values as %s, and this run's cache is %s; give --kv-type %s",
+                       r->path, type_name(h->type_k), type_name(type_k), type_name(h->type_k));
     }
     if (h->shift > h->n_tokens || (h->shift > 0 && h->whole_from < h->shift) || h->reserved != 0) {
         return damaged(r, "its header contradicts itself");
@@ -303,20 +307,36 @@ static dt_status find_lane(reader *r, const dt_kv *kv, lane_part *part) {
     return DT_OK;
 }
 
-/* All that the file holds is there before anything of it is evicted, with the next chunk behind it. */
-static void weigh(reader *r, const lane_parts *all) {
-    const dt_session *s = r->session;
-    const int64_t to_come = s->params.n_expected > 0 ? DT_MAX(s->params.n_expected - (int64_t)r->header.n_tokens, 1) : INT32_MAX;
-    const int64_t chunk = DT_MIN(to_come, DT_MIN(DT_MAX(s->params.n_batch, DT_SESSION_DEFAULT_BATCH), s->params.n_ctx));
-    int32_t *longest = calloc((size_t)s->model->info.n_layers, sizeof *longest);
-    for (int32_t i = 0; longest != NULL && i < all->n; i++) {
-        const int64_t n = all->parts[i].head.n_entries + chunk;
-        int32_t *of_layer = &longest[all->parts[i].layer];
-        *of_layer = (int32_t)DT_MIN(DT_MAX((int64_t)*of_layer, n), (int64_t)INT32_MAX);
+/* What a cache takes at most that holds all lanes of the file and a chunk behind them, which is the case before anything of it is
+ * evicted; 0: no more than was planned for. */
+static uint64_t weigh(const dt_session *s, const lane_parts *all, uint32_t n_tokens, int32_t n_batch) {
+    const int64_t to_come = s->params.n_expected > 0 ? DT_MAX(s->params.n_expected - (int64_t)n_tokens, 1) : n_batch;
+    const int64_t chunk = DT_MIN(to_come, (int64_t)n_batch);
+    int32_t *lengths = malloc((size_t)all->n * sizeof *lengths);
+    for (int32_t i = 0; lengths != NULL && i < all->n; i++) {
+        lengths[i] = (int32_t)DT_MIN(all->parts[i].head.n_entries + chunk, (int64_t)s->max_tokens);
     }
-    const uint64_t most = longest != NULL ? dt_kv_plan_bound(s, longest) : UINT64_MAX;
-    r->most = most < UINT64_MAX ? most : 0;
-    free(longest);
+    const uint64_t most = lengths != NULL ? dt_kv_plan_excess(s, lengths) : UINT64_MAX;
+    free(lengths);
+    return most;
+}
+
+/* Settings were fitted into the memory for a conversation that begins here; one that is longer already shows only now. */
+static dt_status check_limit(reader *r, const lane_parts *all) {
+    const dt_session *s = r->session;
+    r->most = weigh(s, all, r->header.n_tokens, s->params.n_batch);
+    if (r->most == UINT64_MAX) {
+        return dt_fail_memory(r->error, (size_t)all->n * sizeof(int32_t), "loading the session");
+    }
+    if (s->params.kv_memory == 0 || r->most <= s->params.kv_memory) {
+        return DT_OK;
+    }
+    const uint64_t needed =
+        DT_MAX(r->most, weigh(s, all, r->header.n_tokens, s->asked_batch)); /* with more, chunks may be larger */
+    return dt_fail(r->error, DT_ERR_LIMIT,
+                   "%s is too little for what %s holds, which is loaded whole before anything is evicted: give "
+                   "--kv-memory %lluK or more",
+                   dt_size_of(s->params.kv_memory).text, r->path, (unsigned long long)(needed + 1023) / 1024);
 }
 
 /* Checks the lane and puts its columns, in file order, into the cache. */
@@ -360,7 +380,7 @@ static dt_status read_parts(reader *r, lane_parts *all) {
         }
     }
     if (status == DT_OK) {
-        weigh(r, all);
+        status = check_limit(r, all);
     }
     for (int32_t i = 0; i < all->n && status == DT_OK; i++) {
         const lane_part *part = &all->parts[i];
@@ -523,13 +543,11 @@ static dt_status map_file(reader *r, dt_error *error) {
     return DT_OK;
 }
 
-/* Settings were fitted into the memory for a conversation that begins here; one that was longer before shows only now. */
 static void raise_most(dt_session *s, const reader *r) {
-    const uint64_t limit = s->params.kv_memory > 0 ? s->params.kv_memory : UINT64_MAX, most = DT_MIN(r->most, limit);
-    if (most > s->kv_most) {
-        s->kv_most = most;
+    if (r->most > s->kv_most) {
+        s->kv_most = r->most;
         dt_log(s->params.group != NULL && s->params.kv_memory == 0 ? DT_LOG_DEBUG : DT_LOG_INFO,
-               "KV memory: at most %s with what %s holds", dt_size_of(most).text, r->path);
+               "KV memory: at most %s with what %s holds", dt_size_of(r->most).text, r->path);
     }
 }
 
@@ -551,12 +569,6 @@ dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *
         l = (loaded){0};
         status = read_all(&r, &l);
     } while (dt_session_makes_room(session, status, error));
-    if (status == DT_ERR_MEMORY && session->params.kv_memory > 0 && r.most > session->params.kv_memory) {
-        status = dt_fail(error, DT_ERR_LIMIT,
-                         "%s is too little for what %s holds, which is loaded whole before anything is evicted: give "
-                         "--kv-memory %lluK or more",
-                         dt_size_of(session->params.kv_memory).text, path, (unsigned long long)(r.most + 1023) / 1024);
-    }
     if (status == DT_OK) {
         status = take_over(session, &r, &l, sampler);
     }

@@ -133,14 +133,14 @@ double dt_kv_mean_length(const dt_kv *kv, int32_t layer);
 const dt_kv_layer_params *dt_kv_layer(const dt_kv *kv, int32_t layer);
 /* Bytes of all blocks this cache refers to (shared ones counted in full, a spare one included) plus its own arrays and its home. */
 size_t dt_kv_bytes(const dt_kv *kv);
-/* dt_kv_bytes of a cache whose lanes all grew to n entries and never lost any. */
+/* dt_kv_bytes of a cache that evicts nothing, with n entries in each lane. */
 size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
 
 /* The most bytes a cache ever has allocated whose lanes of layer i never exceed longest[i] entries: also in the middle of growing,
  * of rounds and of cuts. Forks come on top, and biases but for those of memory slots. */
 size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size);
-/* The same for a cache that is there. */
-size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *longest);
+/* The same for a cache that is there, with a length for each lane, those of a layer one after the other. */
+size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *lengths);
 int32_t dt_kv_total_cache_size(const dt_kv *kv); /* as in dt_kv_set_budgets */
 int32_t dt_kv_layers_that_evict(const dt_kv *kv);
 
