@@ -282,6 +282,15 @@ dt_status dt_batch_output_sync(const dt_batch_output *o, dt_error *error) {
     return check_kept(o, error);
 }
 
+/* Where the file was cut between the look at it and the write, the line of n bytes stands behind a part of another, and both would
+ * be read as something else. */
+static void take_back(dt_batch_output *o, off_t n) {
+    struct stat ours;
+    if (fstat(o->file, &ours) == 0 && ours.st_size < o->size && ours.st_size >= n && ftruncate(o->file, ours.st_size - n) == 0) {
+        o->size = ours.st_size - n;
+    }
+}
+
 dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, json_t *object, dt_error *error) {
     if (object != NULL) {
         dt_json_set(&object, "line", json_integer(row->number));
@@ -297,5 +306,9 @@ dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, jso
     dt_status status = check_kept(o, error); /* before: what is cut in a line must not get another behind it */
     status = status == DT_OK ? write_all(o, text, n, error) : status;
     free(text);
+    if (status == DT_OK) {
+        status = check_kept(o, error);
+        take_back(o, (off_t)n);
+    }
     return status;
 }

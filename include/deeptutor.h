@@ -425,7 +425,7 @@ dt_status dt_session_save(const dt_session *session, const dt_sampler *sampler, 
 /* Makes the session what it was when saved, under its own settings (budgets, threads). sampler (may be NULL): goes to where the
  * saved one was, if one was saved, and knows the session's tokens. Refused, with nothing changed: files of another model, cache
  * type or version, or longer than the context (DT_ERR_ARGUMENT), cut short or altered ones (DT_ERR_FORMAT), missing ones
- * (DT_ERR_IO). */
+ * (DT_ERR_IO), those whose cache, which is loaded whole, is larger than kv_memory allows (DT_ERR_LIMIT, with a size that works). */
 dt_status dt_session_load(dt_session *session, dt_sampler *sampler, const char *path, dt_error *error);
 /* Tokens of the conversation in a session file, as its header says; 0 where there is none that this version reads. */
 int64_t dt_session_file_tokens(const char *path);

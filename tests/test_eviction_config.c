@@ -679,7 +679,8 @@ static void test_memory_slots(void **state) {
     dt_error error;
     dt_eviction *eviction = config(4, "{\"0-2\": {\"policy\": \"local_window\", \"max_cache_size\": 1000, \"memory_slots\": 16}}");
     dt_eviction_set_windows(eviction, windows);
-    require_description(eviction, "TLC: layers 0-1    local_window      max 1000  min 500  sinks 4  recent 128  slots 16\n"
+    require_description(eviction, "TLC: layers 0-1    local_window      max 1000  min 500  sinks 4  recent 128\n"
+                                  "TLC:               slots 16\n"
                                   "TLC: layers 2      local_window      max 1000  min 500  sinks 4  recent 128\n"
                                   "TLC:               window 512\n"
                                   "TLC: layers 3      none              keeps everything");
@@ -688,7 +689,8 @@ static void test_memory_slots(void **state) {
     assert_int_equal(dt_eviction_set_memory_slots(eviction, -1, &error), DT_ERR_CONFIG);
     assert_int_equal(dt_eviction_set_memory_slots(eviction, 8, &error), DT_OK);
     assert_int_equal(dt_eviction_override(eviction, 600, -1, &error), DT_OK); /* one flag doesn't undo the other */
-    require_description(eviction, "TLC: layers 0-1    local_window      max 600  min 300  sinks 4  recent 128  slots 8\n"
+    require_description(eviction, "TLC: layers 0-1    local_window      max 600  min 300  sinks 4  recent 128\n"
+                                  "TLC:               slots 8\n"
                                   "TLC: layers 2      local_window      max 600  min 300  sinks 4  recent 128\n"
                                   "TLC:               window 512\n"
                                   "TLC: layers 3      none              keeps everything");
