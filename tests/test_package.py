@@ -270,7 +270,7 @@ def test_python_refuses_other_kinds(deeptutor):
              lambda: model.render_chat([{"role": "user", "content": None}])),
             ("json_schema must be a dict, or JSON as a string, not ", *(reply(json_schema=wrong) for wrong in (5, True, ["a"]))),
             ("json_schema can't be written as JSON: ", reply(json_schema={"type": object()})),
-            ("must be a number, not ", reply(temp="0"), reply(top_p=b"1"), reply(min_p={}), reply(repeat_penalty=[1])),
+            ("must be a number, not ", reply(temp="0"), reply(top_p=b"1"), reply(min_p={}), reply(min_p=memoryview(b"1")), reply(repeat_penalty=[1])),
             ("must be True or False, not ", reply(ignore_end="false"), reply(ignore_end=2), lambda: deeptutor.Model(MODEL, no_mmap="no"),
              lambda: model.tokenize("a", add_special="no"), lambda: model.token_bytes(1, special="no"),
              lambda: model.render_chat(chat, add_assistant="no")),
@@ -287,7 +287,7 @@ def test_python_refuses_other_kinds(deeptutor):
             with pytest.raises(TypeError, match=sentence):
                 call()
     for sentence, call in (("kv_type must be f16 or int8", lambda: deeptutor.Session(model, kv_type=["f16"])),
-                           ("a float holds", reply(temp=10**400)), ("half of a character", reply(grammar="\ud800")),
+                           ("a float holds", reply(temp=10**400)), ("half of a character", reply(grammar="\ud800")), ("half of a character", lambda: session.save("\ud800")),
                            ("can't be written as JSON", reply(json_schema={"minimum": float("nan")})), ("NUL", reply(grammar=b"a\0")),
                            ("-1 for all until the end", lambda: list(session.generate("A", n_predict=-7)))):
         with pytest.raises(ValueError, match=sentence):

@@ -3,6 +3,7 @@
 Invariant: every struct here has the fields of its namesake in the header, in order; tests/test_package.py compares sizes and offsets
 with the compiler's.
 """
+import contextlib
 import ctypes
 import operator
 import os
@@ -39,12 +40,10 @@ def number(what, value, kind=c_int32, least=None):
 
 def real(what, value):
     """A number for C's float. Whether it is a sensible one, the library says."""
-    if isinstance(value, (str, bytes)):
+    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):  # float() reads numbers out of text and buffers
         raise TypeError(f"{what} must be a number, not {value!r}")
     try:
         return float(value)
-    except TypeError:
-        raise TypeError(f"{what} must be a number, not {value!r}") from None
     except OverflowError:
         raise ValueError(f"{what} must be a number that a float holds; this one is too big") from None
 
@@ -56,16 +55,22 @@ def switch(what, value):
     return bool(value)
 
 
+@contextlib.contextmanager
+def _half_characters(what, value):
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} holds {value[error.start]!r}, half of a character, which no text in UTF-8 has; remove it") from None
+
+
 def text_bytes(what, value, kind="a string", errors="strict"):
     """The bytes of a str or of UTF-8, for where C is told how many they are."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
         raise TypeError(f"{what} must be {kind}, not {value!r}")
-    try:
+    with _half_characters(what, value):
         return value.encode("utf-8", errors)
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} holds {value[error.start]!r}, half of a character, which no text in UTF-8 has; remove it") from None
 
 
 def string(what, value, kind="a string"):
@@ -76,7 +81,9 @@ def string(what, value, kind="a string"):
 def path_bytes(what, value):
     if not isinstance(value, (str, bytes, os.PathLike)):
         raise TypeError(f"{what} must be the path of a file, not {value!r}")
-    return _whole(what, os.fsencode(value))
+    path = os.fspath(value)
+    with _half_characters(what, path):
+        return _whole(what, os.fsencode(path))
 
 
 def _whole(what, data):
