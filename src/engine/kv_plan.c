@@ -58,6 +58,7 @@ typedef struct plan {
     const dt_budget *configured;     /* as they were asked for */
     int32_t total, configured_total; /* of a budget that all share; 0 = none */
     int32_t *longest;                /* [n_layers] scratch */
+    int32_t repeated;                /* of them: tokens that reconstruct appends to every layer for a while */
     uint64_t bytes;                  /* of the settings weighed last */
     bool failed;                     /* out of memory */
 } plan;
@@ -70,16 +71,16 @@ static int32_t expected_tokens(const dt_session_params *params) {
 static void measure_lanes(plan *p, bool evicts) {
     const int32_t n_layers = p->model->info.n_layers, n = expected_tokens(p->params);
     const int32_t n_evicting = dt_budgets_that_evict(p->budgets, n_layers), n_sharing = DT_MAX(n_evicting, 1);
-    int32_t repeated = 0; /* tokens that reconstruct appends to every layer for a while */
+    p->repeated = 0;
     for (int32_t i = 0; i < n_layers; i++) {
-        repeated = dt_policy_repeats(p->budgets[i].policy) ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : repeated;
+        p->repeated = dt_policy_repeats(p->budgets[i].policy) ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : p->repeated;
     }
     const bool bounded = evicts && p->params->evict == DT_EVICT_ALWAYS && p->params->prefill == DT_PREFILL_STREAMING;
     for (int32_t i = 0; i < n_layers; i++) {
         const dt_budget *b = &p->budgets[i];
         const int64_t max = p->total > 0 ? p->total / n_sharing + p->params->kv_block_tokens : b->max_cache_size;
         const int64_t budget = b->policy && bounded ? DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch : n;
-        p->longest[i] = (int32_t)DT_MIN(DT_MIN(budget, (int64_t)n) + repeated + b->memory_slots, (int64_t)INT32_MAX);
+        p->longest[i] = (int32_t)DT_MIN(DT_MIN(budget, (int64_t)n) + p->repeated + b->memory_slots, (int64_t)INT32_MAX);
     }
 }
 
@@ -272,7 +273,7 @@ static void free_plan(plan *p) {
 }
 
 /* lengths: of each lane, those of a layer one after the other. longest: [n_layers] scratch. */
-static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *lengths) {
+static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *lengths, bool has_bias) {
     dt_kv_layer_params *layers = dt_kv_plan_layers(session->model, &session->params, p->budgets);
     if (layers == NULL) {
         return UINT64_MAX;
@@ -284,12 +285,12 @@ static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *leng
         }
     }
     const uint64_t bytes =
-        dt_kv_bytes_most(session->kv, lengths) + dt_device_cache_bytes_bound(session->model->decoder, layers, p->longest);
+        dt_kv_bytes_most(session->kv, lengths, has_bias) + dt_device_cache_bytes_bound(session->model->decoder, layers, p->longest);
     free(layers);
     return bytes;
 }
 
-uint64_t dt_kv_plan_excess(const dt_session *session, const int32_t *lengths) {
+uint64_t dt_kv_plan_excess(const dt_session *session, int32_t *lengths, dt_kv_slots_held slots) {
     const dt_hparams *hp = &session->model->decoder->hp;
     dt_session_params params = session->params;
     plan p;
@@ -298,17 +299,22 @@ uint64_t dt_kv_plan_excess(const dt_session *session, const int32_t *lengths) {
         int64_t planned = 0, wanted = 0; /* of layers that share a budget */
         bool exceeds = false;
         for (int32_t i = 0, lane = 0; i < hp->n_layers; i++) {
+            const int32_t n_more = DT_MAX(slots.most - p.budgets[i].memory_slots, 0); /* until the first round merges them */
             int64_t n = 0;
             for (int32_t j = 0; j < hp->n_kv_heads[i]; j++, lane++) {
+                lengths[lane] += p.repeated;
                 n += lengths[lane];
+                if (slots.has_bias) { /* the biases stay while lanes grow */
+                    lengths[lane] = DT_MAX(lengths[lane], p.longest[i] + n_more);
+                }
             }
             const int64_t most = (int64_t)p.longest[i] * hp->n_kv_heads[i];
             const bool shares = p.total > 0 && p.budgets[i].policy != NULL;
             planned += shares ? most : 0;
             wanted += shares ? n : 0;
-            exceeds = exceeds || (!shares && n > most);
+            exceeds = exceeds || (!shares && n > most) || n_more > 0 || (slots.has_bias && p.budgets[i].memory_slots == 0);
         }
-        bytes = exceeds || wanted > planned ? bound_of(session, &p, lengths) : 0;
+        bytes = exceeds || wanted > planned ? bound_of(session, &p, lengths, slots.has_bias) : 0;
     }
     free_plan(&p);
     return bytes;
@@ -335,7 +341,7 @@ uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
                 lengths[lane++] = p.longest[i];
             }
         }
-        bytes = bound_of(session, &p, lengths);
+        bytes = bound_of(session, &p, lengths, false);
     }
     free(lengths);
     free_plan(&p);

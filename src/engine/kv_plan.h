@@ -17,8 +17,15 @@ dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_pa
  * and n_batch above 0. *most: bytes that the cache takes at most. */
 dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_budget *budgets, int32_t *total_cache_size,
                          uint64_t *most, dt_error *error);
-/* The most that the session's cache comes to with lanes of these lengths, those of a layer one after the other; 0 where they are no
- * more than was planned for, UINT64_MAX when out of memory. */
-uint64_t dt_kv_plan_excess(const dt_session *session, const int32_t *lengths);
+/* Memory slots of a cache that was saved: the most that a lane has; lanes that had any keep a row of biases. */
+typedef struct dt_kv_slots_held {
+    int32_t most;
+    bool has_bias;
+} dt_kv_slots_held;
+
+/* The most that the session's cache comes to when lanes of these lengths are loaded, those of a layer one after the other; 0 where
+ * that is no more than was planned for, UINT64_MAX when out of memory. lengths: with what is appended before the next round, but for
+ * what reconstruct repeats, which is added. */
+uint64_t dt_kv_plan_excess(const dt_session *session, int32_t *lengths, dt_kv_slots_held slots);
 
 #endif

@@ -307,16 +307,31 @@ static dt_status find_lane(reader *r, const dt_kv *kv, lane_part *part) {
     return DT_OK;
 }
 
+/* As the file has them: what it says is still to be checked. */
+static int32_t count_slots(const lane_part *part) {
+    const char *positions = part->payload.bytes + sizeof part->head; /* the first column */
+    int32_t n = 0;
+    for (uint32_t i = 0; i < part->head.n_entries; i++) {
+        int32_t position;
+        memcpy(&position, positions + (size_t)i * sizeof position, sizeof position);
+        n += dt_is_slot(position);
+    }
+    return n;
+}
+
 /* What a cache takes at most that holds all lanes of the file and a chunk behind them, which is the case before anything of it is
  * evicted; 0: no more than was planned for. */
 static uint64_t weigh(const dt_session *s, const lane_parts *all, uint32_t n_tokens, int32_t n_batch) {
     const int64_t to_come = s->params.n_expected > 0 ? DT_MAX(s->params.n_expected - (int64_t)n_tokens, 1) : n_batch;
     const int64_t chunk = DT_MIN(to_come, (int64_t)n_batch);
     int32_t *lengths = malloc((size_t)all->n * sizeof *lengths);
+    dt_kv_slots_held slots = {.has_bias = false};
     for (int32_t i = 0; lengths != NULL && i < all->n; i++) {
         lengths[i] = (int32_t)DT_MIN(all->parts[i].head.n_entries + chunk, (int64_t)s->max_tokens);
+        slots.has_bias = slots.has_bias || is_in_file(&all->parts[i].head, DT_KV_BIAS);
+        slots.most = DT_MAX(slots.most, slots.has_bias ? count_slots(&all->parts[i]) : 0);
     }
-    const uint64_t most = lengths != NULL ? dt_kv_plan_excess(s, lengths) : UINT64_MAX;
+    const uint64_t most = lengths != NULL ? dt_kv_plan_excess(s, lengths, slots) : UINT64_MAX;
     free(lengths);
     return most;
 }

@@ -139,8 +139,9 @@ size_t dt_kv_bytes_for(const dt_kv *kv, int32_t n);
 /* The most bytes a cache ever has allocated whose lanes of layer i never exceed longest[i] entries: also in the middle of growing,
  * of rounds and of cuts. Forks come on top, and biases but for those of memory slots. */
 size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, const int32_t *longest, int32_t total_cache_size);
-/* The same for a cache that is there, with a length for each lane, those of a layer one after the other. */
-size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *lengths);
+/* The same for a cache that is there, with a length for each lane, those of a layer one after the other. has_bias: they bring memory
+ * slots along that their budgets have none of. */
+size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *lengths, bool has_bias);
 int32_t dt_kv_total_cache_size(const dt_kv *kv); /* as in dt_kv_set_budgets */
 int32_t dt_kv_layers_that_evict(const dt_kv *kv);
 

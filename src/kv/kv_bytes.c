@@ -41,10 +41,11 @@ typedef struct bytes_bound {
 } bytes_bound;
 
 /* Adds n lanes of this length. */
-static void bound_lanes(bytes_bound *b, const dt_kv_layer_state *layer, int32_t n_lanes, int32_t length) {
+static void bound_lanes(bytes_bound *b, const dt_kv_layer_state *layer, int32_t n_lanes, int32_t length, bool has_bias) {
     const int32_t blocks = dt_kv_blocks(&layer->params.format, length);
     const dt_budget *budget = &layer->params.budget;
-    const size_t lane_arrays = dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), budget->memory_slots > 0);
+    const size_t lane_arrays =
+        dt_kv_array_bytes(layer, dt_kv_capacity_blocks(DT_MAX(blocks, 1)), has_bias || budget->memory_slots > 0);
     const size_t scratch =
         budget->policy != NULL ? DT_KV_ROUND_THREADS * dt_kv_round_bytes(&layer->params, length) : (size_t)length * sizeof(int32_t);
     b->bytes += (size_t)n_lanes * (DT_KV_LANE_BYTES + (size_t)blocks * dt_kv_block_bytes(layer) + lane_arrays);
@@ -67,16 +68,16 @@ size_t dt_kv_bytes_bound(const dt_kv_layer_params *layers, int32_t n_layers, con
         const dt_kv_layer_state layer = {.params = layers[i],
                                          .has_mass = dt_budget_needs_mass(&layers[i].budget),
                                          .has_peak = dt_budget_needs_peak(&layers[i].budget)};
-        bound_lanes(&bound, &layer, layers[i].n_lanes, longest[i]);
+        bound_lanes(&bound, &layer, layers[i].n_lanes, longest[i], false);
     }
     return bound_end(&bound, n_layers, total_cache_size);
 }
 
-size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *lengths) {
+size_t dt_kv_bytes_most(const dt_kv *kv, const int32_t *lengths, bool has_bias) {
     bytes_bound bound = {0};
     for (int32_t i = 0; i < kv->n_layers; i++) {
         for (int32_t j = 0; j < kv->layers[i].params.n_lanes; j++) {
-            bound_lanes(&bound, &kv->layers[i], 1, *lengths++);
+            bound_lanes(&bound, &kv->layers[i], 1, *lengths++, has_bias);
         }
     }
     return bound_end(&bound, kv->n_layers, kv->total_cache_size);
