@@ -80,3 +80,46 @@ def test_any_flags(program, tmp_path):
         assert (tmp_path / "tiny.gguf").read_bytes() == model_bytes, command
         codes[result.returncode] += 1
     assert codes[0] >= RUNS // 10 and codes[2] >= RUNS // 10, codes
+
+
+SETTINGS = {  # of caches, as sessions are saved under and gone on with
+    "shared": {"budget": "adaptive", "total_cache_size": 300, "layers": {"0-": {"policy": "importance_score", "sink_tokens": 2, "recent_window": 8}}},
+    "slots": {"0-": {"policy": "importance_score", "max_cache_size": 100, "min_cache_size": 10, "sink_tokens": 2, "recent_window": 4, "memory_slots": 16}},
+    "again": {"0-": {"policy": "importance_score", "score": "reconstruct", "max_cache_size": 100, "min_cache_size": 10, "sink_tokens": 2, "recent_window": 4}},
+}
+EVICTIONS = [[], ["--cache-eviction", "--max-cache-size", "140"], ["--cache-eviction", "--max-cache-size", "300", "--prefill", "streaming"],
+             *(["--cache-eviction", "--eviction-config", name] for name in SETTINGS)]
+
+
+def test_sessions_under_other_settings(tmp_path):
+    """What is saved under one setting goes on under another within --kv-memory, and within what the log promised, or is refused before
+    it begins: then the file is as it was."""
+    model = make_tiny(str(tmp_path / "tiny.gguf"))
+    for name, settings in SETTINGS.items():
+        (tmp_path / name).write_text(json.dumps(settings))
+    chance = random.Random("sessions")
+    saved = tmp_path / "s.bin"
+    done = refused = 0
+    for _ in range(RUNS):
+        saved.unlink(missing_ok=True)
+        text = ["-p", "".join(chance.choice("abcdefgh ") for _ in range(chance.randint(1, 900)))]
+        for turn in range(4):
+            before = saved.read_bytes() if turn > 0 else b""
+            limit = chance.choice([0, chance.randint(80, 600)])
+            command = [MAIN, "-m", model, *text, "-n", str(chance.randint(1, 40)), "--session", "s.bin", "--temp", "0", "--ignore-eos", "-t", "1",
+                       "--stats-json", "stats.json", *chance.choice(EVICTIONS), *chance.choice([[], ["--kv-type", "int8"]]),
+                       *chance.choice([[], ["-c", "1024"]]), *chance.choice([[], ["-b", "64"], ["-b", "1000"]]),
+                       *([] if limit == 0 else ["--kv-memory", f"{limit}K"]), *chance.choice([[], ["--draft-lookup"]])]
+            result = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+            log = result.stderr.decode()
+            if result.returncode != 0:
+                assert result.returncode == 2 or "context of" in log, (command, log)
+                assert result.returncode != 2 or turn == 0 or saved.read_bytes() == before, command
+                refused += 1
+                break
+            most = [float(size) * (1024 if unit == "K" else 1 << 20) for size, unit in re.findall(r"at most ([0-9.]+) ([KM])iB", log)]
+            peak = json.loads((tmp_path / "stats.json").read_text())["kv_bytes_peak"]
+            assert peak <= most[-1] + 64 and (limit == 0 or peak <= limit * 1024), (command, log)
+            text = chance.choice([[], ["-p", " more " * chance.randint(1, 60), "--append"]])
+            done += 1
+    assert done > RUNS and refused > 0
