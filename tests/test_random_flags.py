@@ -100,12 +100,12 @@ def test_sessions_under_other_settings(tmp_path):
     chance = random.Random("sessions")
     saved = tmp_path / "s.bin"
     done = refused = 0
-    for _ in range(RUNS):
+    for _ in range(4 * RUNS):
         saved.unlink(missing_ok=True)
         text = ["-p", "".join(chance.choice("abcdefgh ") for _ in range(chance.randint(1, 900)))]
         for turn in range(4):
             before = saved.read_bytes() if turn > 0 else b""
-            limit = chance.choice([0, chance.randint(80, 600)])
+            limit = chance.randint(80, 400) if turn > 0 else 0
             command = [MAIN, "-m", model, *text, "-n", str(chance.randint(1, 40)), "--session", "s.bin", "--temp", "0", "--ignore-eos", "-t", "1",
                        "--stats-json", "stats.json", *chance.choice(EVICTIONS), *chance.choice([[], ["--kv-type", "int8"]]),
                        *chance.choice([[], ["-c", "1024"]]), *chance.choice([[], ["-b", "64"], ["-b", "1000"]]),
@@ -122,4 +122,4 @@ def test_sessions_under_other_settings(tmp_path):
             assert peak <= most[-1] + 64 and (limit == 0 or peak <= limit * 1024), (command, log)
             text = chance.choice([[], ["-p", " more " * chance.randint(1, 60), "--append"]])
             done += 1
-    assert done > RUNS and refused > 0
+    assert done > RUNS and refused > RUNS
