@@ -260,16 +260,15 @@ static dt_status keep_replaced(const char *path, int64_t n_tokens, dt_error *err
     return why == NULL ? DT_OK : DT_ERR_IO;
 }
 
-/* Whether the conversation is what was loaded with something behind it. Its last token may have been computed anew, or be missing
- * where the run ended before it was. */
-static bool goes_on_from_loaded(const dt_run *run) {
+/* Tokens at the front of the conversation that were loaded. */
+static int64_t shared_with_loaded(const dt_run *run) {
     size_t n = 0;
     const int32_t *tokens = dt_session_tokens(run->session, &n);
     int64_t same = 0;
     while (same < run->loaded_tokens && (size_t)same < n && tokens[same] == run->loaded[same]) {
         same++;
     }
-    return same + 1 >= run->loaded_tokens;
+    return same;
 }
 
 /* What was computed, also when the run was interrupted or failed. chat may be NULL. */
@@ -280,8 +279,13 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
         return DT_OK;
     }
     const double begun = 1e3 * dt_seconds_now();
+    const int64_t same = shared_with_loaded(run);
     dt_status status = DT_OK;
-    if (!goes_on_from_loaded(run)) {
+    if (same > 0 && same == run->loaded_tokens && (size_t)same == n) { /* saved anew, it would have this run's settings */
+        dt_report(DT_LOG_INFO, "session: %s: nothing is new, so it stays as it is", o->session);
+        return DT_OK;
+    }
+    if (same + 1 < run->loaded_tokens) { /* the last token may have been computed anew, or be missing where the run ended before */
         status = keep_replaced(o->session, run->loaded_tokens, error);
     }
     if (status == DT_OK) {

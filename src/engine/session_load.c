@@ -322,7 +322,7 @@ static int32_t count_slots(const lane_part *part) {
 /* What a cache takes at most that holds all lanes of the file and a chunk behind them, which is the case before anything of it is
  * evicted; 0: no more than was planned for. */
 static uint64_t weigh(const dt_session *s, const lane_parts *all, uint32_t n_tokens, int32_t n_batch) {
-    const int64_t to_come = s->params.n_expected > 0 ? DT_MAX(s->params.n_expected - (int64_t)n_tokens, 1) : n_batch;
+    const int64_t to_come = s->params.n_expected > 0 ? DT_MAX(s->params.n_expected - (int64_t)n_tokens, 0) : n_batch;
     const int64_t chunk = DT_MIN(to_come, (int64_t)n_batch);
     int32_t *lengths = malloc((size_t)all->n * sizeof *lengths);
     dt_kv_slots_held slots = {.has_bias = false};
