@@ -28,7 +28,7 @@ static const dt_option model_rows[] = {
     {"-b, --batch-size", "N", DT_OPTION_INT, AT(n_batch), 0, INT32_MAX,
      "tokens of the prompt read at a time (0: 512; in the server 256)"},
     {"-c, --ctx-size, --context-length", "N", DT_OPTION_INT, AT(n_ctx), 0, INT32_MAX,
-     "how far a token sees back, and the longest conversation unless every layer evicts (0: the model's own)"},
+     "how far a token sees back, and the longest conversation unless every layer evicts within less (0: the model's own)"},
     {"--kv-type", "f16|int8", DT_OPTION_CHOICE, AT(kv_type), 0, 0, "precision of the KV cache (f16)"},
     {"--kv-memory", "SIZE", DT_OPTION_SIZE, AT(kv_memory), 0, 0,
      "bytes that the KV cache never exceeds, such as 512M or 2G; prefill, precision and budgets give way (no limit; server and "
@@ -321,7 +321,8 @@ static bool set_value(const dt_option *option, const char *name, const char *tex
                refuse(message, capacity, "%s needs a size such as 512M or 2G, not '%.60s'", name, text);
     case DT_OPTION_INT:
         if (!dt_parse_int(text, &whole)) {
-            return refuse(message, capacity, "%s needs a whole number, not '%.60s'", name, text);
+            return refuse(message, capacity, "%s needs %s whole number, not '%.60s'", name, strchr(text, ',') != NULL ? "one" : "a",
+                          text);
         }
         number = (double)whole;
         break;

@@ -129,17 +129,22 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
     return status;
 }
 
+/* Positions that a lane which shares a budget leaves free. */
+static int32_t shared_room(const dt_session *s, bool repeats) {
+    const int32_t chunk = DT_MAX(DT_MIN(s->params.n_batch, s->params.n_ctx / 8), LEAST_CHUNK);
+    return chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0); /* find_headroom */
+}
+
 /* A lane that shares a budget without a bound of its own leaves so much of the context free that the conversation can go past it.
  * Not where the budget is as large as the context: then nothing is to be evicted within it. */
 static void bound_lanes(const dt_session *s, dt_budget *budgets, int32_t total) {
     const int32_t n_layers = s->model->info.n_layers, n_ctx = s->params.n_ctx;
     const int32_t n_sharing = dt_budgets_that_evict(budgets, n_layers);
-    int32_t room = DT_MAX(DT_MIN(s->params.n_batch, n_ctx / 8), LEAST_CHUNK);
     bool repeats = false;
     for (int32_t i = 0; i < n_layers; i++) {
         repeats = repeats || dt_policy_repeats(budgets[i].policy);
     }
-    room += repeats ? DT_MIN(room, DT_REPEAT_CHUNK) : 0; /* find_headroom */
+    const int32_t room = shared_room(s, repeats);
     if (s->params.evict != DT_EVICT_ALWAYS || total <= 0 || n_sharing == 0 || total / n_sharing >= n_ctx - room) {
         return;
     }
@@ -554,18 +559,55 @@ static size_t common_prefix(const dt_session *s, const int32_t *tokens, size_t n
     return same;
 }
 
+/* The largest max_cache_size with which the conversation may pass its context (find_headroom, bound_lanes), where layers evict that
+ * have a larger one now; 0: there is none. */
+static int64_t passing_budget(const dt_session *s) {
+    const int32_t n_layers = s->model->info.n_layers, n_ctx = s->params.n_ctx;
+    const bool shares = dt_kv_total_cache_size(s->kv) > 0;
+    int32_t slots = 0, least = 1, window = 0;
+    bool repeats = false;
+    for (int32_t i = 0; i < n_layers; i++) {
+        const dt_budget *b = &dt_kv_layer(s->kv, i)->budget;
+        if (b->policy == NULL) {
+            window = DT_MAX(window, s->model->info.windows[i]);
+        } else {
+            slots = DT_MAX(slots, b->memory_slots);
+            least = DT_MAX(least, DT_MAX(b->sink_tokens + b->recent_window, b->min_cache_size));
+            repeats = repeats || dt_policy_repeats(b->policy);
+        }
+    }
+    int32_t room = shares ? shared_room(s, repeats) : (repeats ? 2 : 1) * DT_MIN(LEAST_CHUNK, s->params.n_batch);
+    const int64_t most = (int64_t)n_ctx - room - slots;
+    if (window >= n_ctx - room || most < least || (shares && most == least)) {
+        return 0;
+    }
+    return shares ? n_ctx - room - 1 : most; /* a shared one is that of the mean lane, without slots */
+}
+
 /* What to do where a conversation may not pass its context. */
-static const char *advice(const dt_session *s) {
-    return may_evict(s)
-               ? "let every layer evict, with a max_cache_size well below the context, so that the conversation can go on past it, "
-                 "or raise "
-                 "the context length where the model can follow"
-               : "shorten the text, let layers evict (--cache-eviction), or raise the context length where the model can follow";
+static dt_status fail_at_context(const dt_session *s, const char *what, int32_t most, dt_error *error) {
+    const bool all_may_evict = dt_kv_layer(s->kv, 0)->keeps_origins && s->params.evict == DT_EVICT_ALWAYS;
+    const int64_t budget = all_may_evict ? passing_budget(s) : 0;
+    char advice[160] = "shorten the text";
+    if (budget > 0) {
+        snprintf(advice, sizeof advice, "a max_cache_size of at most %lld lets the conversation go past it; else shorten the text",
+                 (long long)budget);
+    } else if (!all_may_evict && may_evict(s)) {
+        snprintf(advice, sizeof advice, "let every layer evict and the conversation goes past it, shorten the text");
+    } else if (s->params.evict == DT_EVICT_ALWAYS && !may_evict(s)) {
+        snprintf(advice, sizeof advice, "shorten the text, let layers evict (--cache-eviction with --max-cache-size %d)",
+                 s->params.n_ctx / 2);
+    }
+    return dt_fail(error, DT_ERR_LIMIT,
+                   "%s don't fit into a context of %d (-c); %s, or raise the context length where the model can follow (it was "
+                   "trained with %d)",
+                   what, most, advice, s->model->info.n_ctx_train);
 }
 
 static dt_status fail_too_long(const dt_session *s, size_t n, int32_t most, dt_error *error) {
-    return dt_fail(error, DT_ERR_LIMIT, "%zu tokens don't fit into a context of %d (-c); %s (it was trained with %d)", n, most,
-                   advice(s), s->model->info.n_ctx_train);
+    char what[64];
+    snprintf(what, sizeof what, "%zu tokens", n);
+    return fail_at_context(s, what, most, error);
 }
 
 /* Takes the session back to its first `position` tokens, or to fewer: to a snapshot, or to nothing, when that part is no longer
@@ -646,9 +688,9 @@ dt_status dt_session_check_room(const dt_session *s, int64_t n_more, dt_error *e
     if (n_more <= s->max_tokens - s->n_tokens) {
         return DT_OK;
     }
-    return dt_fail(error, DT_ERR_LIMIT,
-                   "%lld more tokens after %d don't fit into a context of %d (-c); %s (it was trained with %d)", (long long)n_more,
-                   s->n_tokens, s->max_tokens, advice(s), s->model->info.n_ctx_train);
+    char what[80];
+    snprintf(what, sizeof what, "%lld more tokens after %d", (long long)n_more, s->n_tokens);
+    return fail_at_context(s, what, s->max_tokens, error);
 }
 
 dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n, dt_sync_result *result, dt_error *error) {
@@ -763,8 +805,7 @@ dt_status dt_session_score(dt_session *session, const int32_t *tokens, size_t n,
                        "dt_session_score needs fn, which is NULL; where nobody wants the logits, dt_session_sync reads the text");
     }
     if (n > (size_t)(s->max_tokens - s->n_tokens)) {
-        return dt_fail(error, DT_ERR_LIMIT, "%zu more tokens after %d don't fit into a context of %d (-c)", n, s->n_tokens,
-                       s->max_tokens);
+        return dt_session_check_room(s, (int64_t)DT_MIN(n, (size_t)INT64_MAX), error);
     }
     const size_t n_vocab = (size_t)s->model->info.n_vocab;
     const size_t most = may_evict(s) ? 1 : (size_t)DT_MIN(s->chunk, SCORE_BATCH);
