@@ -354,6 +354,7 @@ static dt_session_stats crowd_stats(const crowd *c) {
 }
 
 static dt_status fill_crowd(bench *b, crowd *c, int64_t depth, bool eviction, dt_error *error) {
+    samples s = {.n = 1, .n_tokens = depth};
     const double start = 1e3 * dt_seconds_now();
     dt_status status = DT_OK;
     for (size_t i = 0; status == DT_OK && i < c->n; i++) {
@@ -361,12 +362,15 @@ static dt_status fill_crowd(bench *b, crowd *c, int64_t depth, bool eviction, dt
         if (depth > 0 && b->options->fill == 1) {
             status = dt_session_fill_random(c->sessions[i], depth, error);
         } else {
-            status = read_tokens(b, c->sessions[i], depth > 0 ? depth : 1, NULL, error);
+            samples one = {0};
+            status = read_tokens(b, c->sessions[i], depth > 0 ? depth : 1, &one, error);
+            s.attention_ms += one.attention_ms;
+            s.eviction_ms += one.eviction_ms;
         }
     }
     if (status == DT_OK && depth > 0 && b->options->fill == 0) {
-        const double ms = 1e3 * dt_seconds_now() - start;
-        samples s = {.tps = {(double)c->n * (double)depth * 1000.0 / ms}, .n = 1, .n_tokens = depth, .total_ms = ms};
+        s.total_ms = 1e3 * dt_seconds_now() - start;
+        s.tps[0] = (double)c->n * (double)depth * 1000.0 / s.total_ms;
         const dt_session_stats stats = crowd_stats(c);
         add_row(b, "prompt", eviction, depth, &s, &stats, (int64_t)c->n);
     }
@@ -471,26 +475,36 @@ static dt_status measure_all(bench *b, dt_error *error) {
 
 /* ---- telling ------------------------------------------------------------------------------------ */
 
+/* The length of the name, "decode 64 x2". */
+static int name_test(const bench_row *r, char *out, size_t capacity) {
+    return r->n_sequences > 1 ? snprintf(out, capacity, "%s %lld x%lld", r->what, (long long)r->n_tokens, (long long)r->n_sequences)
+                              : snprintf(out, capacity, "%s %lld", r->what, (long long)r->n_tokens);
+}
+
 /* Eighty columns wide for all but the longest numbers; what has no room is in the CSV and the JSON. */
 static void print_markdown(const bench *b) {
     const dt_model_info *info = dt_model_get_info(b->model);
     printf("%s %s, %d layers, %.2f GB of weights; read bandwidth %.1f GB/s%s\n\n", info->architecture, info->weight_type,
            info->n_layers, (double)info->weight_bytes / 1e9, b->bandwidth / 1e9,
            b->options->fill == 1 ? "; depths filled at random" : "");
-    printf("| depth | TLC | test          |     t/s |   +- | KV MiB | attn | evict | bound |\n");
-    printf("| ----: | --- | ------------- | ------: | ---: | -----: | ---: | ----: | ----: |\n");
+    int width = 13; /* of the column that may need more room, and of the line beneath its name */
+    char test[64];
+    for (size_t i = 0; i < b->n_rows; i++) {
+        const int length = name_test(&b->rows[i], test, sizeof test);
+        width = length > width ? length : width;
+    }
+    printf("| depth | TLC | %-*s |     t/s |   +- | KV MiB | attn | evict | bound |\n", width, "test");
+    printf("| ----: | --- | %.*s | ------: | ---: | -----: | ---: | ----: | ----: |\n", width,
+           "----------------------------------------------------------------");
     for (size_t i = 0; i < b->n_rows; i++) {
         const bench_row *r = &b->rows[i];
-        char test[64], bound[16] = "";
-        const int n = snprintf(test, sizeof test, "%s %lld", r->what, (long long)r->n_tokens);
-        if (r->n_sequences > 1) {
-            snprintf(test + n, sizeof test - (size_t)n, " x%lld", (long long)r->n_sequences);
-        }
+        char bound[16] = "";
+        name_test(r, test, sizeof test);
         if (r->bound > 0) {
             snprintf(bound, sizeof bound, "%.0f %%", r->median / r->bound * 100);
         }
-        printf("| %5lld | %-3s | %-13s | %7.*f | %2.0f %% | %6.1f | %2.0f %% | %3.*f %% | %5s |\n", (long long)r->depth,
-               r->eviction ? "on" : "off", test, r->median < 1e5 ? 1 : 0, r->median, (r->high - r->low) / r->median * 50,
+        printf("| %5lld | %-3s | %-*s | %7.*f | %2.0f %% | %6.1f | %2.0f %% | %3.*f %% | %5s |\n", (long long)r->depth,
+               r->eviction ? "on" : "off", width, test, r->median < 1e5 ? 1 : 0, r->median, (r->high - r->low) / r->median * 50,
                (double)r->kv_bytes / 1048576.0, r->attention * 100, r->evicting < 0.0995 ? 1 : 0, r->evicting * 100, bound);
     }
     printf("\nt/s: median, +- half of what lies between slowest and fastest; attn, evict:\n"
@@ -560,7 +574,8 @@ static int run(void *user) {
     if (status == DT_OK) {
         dt_session_params params;
         dt_shared_options_session(&o->shared, &params);
-        b->bandwidth = dt_read_bandwidth(params.n_threads > 0 ? params.n_threads : dt_default_threads());
+        b->bandwidth = dt_read_bandwidth(params.n_threads > 0 ? params.n_threads : dt_default_threads(),
+                                         dt_model_get_info(b->model)->step_weight_bytes);
         measuring = true;
         status = measure_all(b, &error);
     }

@@ -86,6 +86,8 @@ def test_parallel(model, fill):
     tests = ["decode"] if fill == "synthetic" else ["prompt", "decode"]
     assert [(row["eviction"], row["test"], row["sequences"]) for row in rows] == [(on, test, 3) for on in (False, True) for test in tests]
     assert rows[-1]["step_bytes"] < rows[len(tests) - 1]["step_bytes"] and all(row["tps"] > 0 for row in rows)
+    for row in rows:
+        assert 0 < row["attention_share"] < 1 and (row["eviction_share"] > 0 or not row["eviction"]), row
 
 
 def test_parallel_shares_one_limit(model):
