@@ -183,7 +183,7 @@ static void check_repeated(dt_batch_input *in, dt_batch_row *row) {
     char *key = row->id != NULL ? dt_json_dump(row->id, JSON_ENCODE_ANY | JSON_COMPACT) : NULL;
     const json_t *before = key != NULL ? json_object_get(in->seen, key) : NULL;
     if (before != NULL) {
-        refuse(row, "its id is that of row %lld", (long long)json_integer_value(before));
+        refuse(row, "its id is that of row %lld; give each row its own", (long long)json_integer_value(before));
     } else if (row->id != NULL && (key == NULL || json_object_set_new(in->seen, key, json_integer(row->number)) != 0)) {
         refuse(row, "%s", dt_batch_no_room);
     }

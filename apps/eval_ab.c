@@ -410,8 +410,8 @@ static void report(ab_run *r) {
     if (r->sampling.temp > 0) {
         snprintf(seed, sizeof seed, " (seed %u)", r->sampling.seed);
     }
-    printf("\n%zu sample%s%s: the same output %.3f\nROUGE-L %s, tokens agree %s\n", r->n_prompts, r->n_prompts == 1 ? "" : "s",
-           seed, same.mean, with_error(rouge).text, with_error(agreement).text);
+    printf("\n%zu sample%s%s, %.0f with the same output\nROUGE-L %s, tokens agree %s\n", r->n_prompts, r->n_prompts == 1 ? "" : "s",
+           seed, same.mean * n, with_error(rouge).text, with_error(agreement).text);
     printf("decoding %.1f t/s off, %.1f on (%.2fx)\nKV cache %.1f MiB off, %.1f on (%.2f of it)\n", speed_off, speed_on, speedup,
            off->kv_bytes / n / 1048576.0, on->kv_bytes / n / 1048576.0, kv_share);
     if (r->n_left_out > 0) {

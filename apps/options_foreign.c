@@ -66,6 +66,7 @@ static const dt_foreign_flag flags[] = {
      "--draft-lookup guesses without a model, --draft-model FILE with one"},
     {"--draft, --draft-n, --spec-draft-n-max", DT_FOREIGN_VALUE, false, "--draft-max N says how many tokens are guessed at once"},
     {"--spec-*", DT_FOREIGN_VALUE, false, "guessing has --draft-lookup, --draft-model FILE and --draft-max N"},
+    {"-pg", DT_FOREIGN_VALUE, false, "./deeptutor-bench reads -p tokens and generates -n at each depth of -d"},
     /* text */
     {"-p, --prompt", DT_FOREIGN_VALUE, false,
      "./main takes a prompt so; --port N is where ./deeptutor-server listens, -i FILE holds the rows of ./deeptutor-batch"},

@@ -8,6 +8,7 @@
 #include "report.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -42,6 +43,16 @@ static void on_signal(int signal_number) {
     _exit(0); /* ggml's server never returns, and has nothing to save */
 }
 
+/* ggml tells on stdout what its server does: that goes where the log goes, and nowhere when it shows warnings at most. */
+static void log_what_ggml_prints(dt_log_level level) {
+    const int to = level >= DT_LOG_INFO ? dup(STDERR_FILENO) : open("/dev/null", O_WRONLY);
+    if (to >= 0) {
+        dup2(to, STDOUT_FILENO);
+        close(to);
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+}
+
 int main(int argc, char **argv) {
     rpc_server_options o = {.host = "127.0.0.1", .port = 50052};
     int exit_code;
@@ -56,7 +67,7 @@ int main(int argc, char **argv) {
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     signal(SIGPIPE, SIG_IGN); /* a client that hangs up */
-    setvbuf(stdout, NULL, _IOLBF, 0);
+    log_what_ggml_prints((dt_log_level)o.shared.log_level);
     struct in_addr address;
     if (inet_pton(AF_INET, o.host, &address) == 1 && strncmp(o.host, "127.", 4) != 0) {
         dt_report(DT_LOG_WARN,

@@ -162,8 +162,8 @@ static const route page_route = {"", false, true, answer_page};
 static const struct {
     const char *path, *message;
 } elsewhere[] = {
-    {"/completion", "text is gone on from at POST /v1/completions, with \"max_tokens\" in place of \"n_predict\""},
-    {"/completions", "text is gone on from at POST /v1/completions, with \"max_tokens\" in place of \"n_predict\""},
+    {"/completion", "text is gone on from at POST /v1/completions, which takes \"n_predict\" too"},
+    {"/completions", "text is gone on from at POST /v1/completions, which takes \"n_predict\" too"},
     {"/infill", "nothing is filled in between two texts here; POST /v1/completions goes on from one"},
     {"/chat/completions", "this is at POST /v1/chat/completions"},
     {"/v1/responses", "chats are answered at POST /v1/chat/completions"},

@@ -261,6 +261,20 @@ def test_server_usage(tmp_path):
     fails(2, b"between 1 and 65535", "-p", "0")
 
 
+@pytest.mark.parametrize("level", ["info", "error"])
+def test_what_ggml_prints_is_log(model, level):
+    """ggml's server tells of clients on stdout; that is the log's."""
+    port = free_port()
+    process = subprocess.Popen([RPC_SERVER, "-p", str(port), "-t", "1", "--log-level", level], stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_until(lambda: is_listening(port))
+    text = main(model, "-p", TEXT, "-n", "1", "--device", f"rpc=127.0.0.1:{port}")
+    process.terminate()
+    out, log = process.communicate(timeout=30)
+    assert text.returncode == 0 and out == b""
+    assert (b"Accepted client" in log) == (level == "info") and (log == b"") == (level == "error")
+
+
 # ---- servers that go away ------------------------------------------------------------------------
 
 ENDLESS = ("-n", "1000000", "--ignore-eos", "--temp", "0", "--cache-eviction", "--max-cache-size", "64", "--min-cache-size", "32")

@@ -48,7 +48,10 @@ def test_examples_of_eval_have_their_files():
                 for path in re.findall(r" (?:-m|-f|-i|--eviction-config) (\S+)", line):
                     assert path in files or path in tracked or (git.returncode and (ROOT / path).exists()), f"{page}: {line}"
                 files |= {"model.tlc.json"} if " calibrate " in line else set()
-            files |= set(re.findall(r"(?:>|^ln -s \S+ )(\S+)", line))
+            elif line.startswith("python3 python/eval/report.py "):
+                for path in re.findall(r" (?:-m |-f |-i )?(\S+\.(?:jsonl?|gguf|txt))", line):
+                    assert path in files or path in tracked, f"{page}: {line}"
+            files |= set(re.findall(r"(?:>|^ln -s \S+ |--json )(\S+)", line))
 
 
 def test_links_lead_somewhere():

@@ -181,7 +181,7 @@ static void test_override_of_a_config(void **state) {
     require_layer(eviction, 0, "local_window", 400, 200, 60, 100);
     require_layer(eviction, 4, "importance_score", 400, 200, 4, 100);
     require_layer(eviction, 5, NULL, 0, 0, 0, 0);
-    assert_string_equal(logged, "info TLC: max_cache_size 400 lowers the min_cache_size of layers 0 from 600 to 200\n");
+    assert_string_equal(logged, "info TLC: max_cache_size 400 lowers the min_cache_size of layer 0 from 600 to 200\n");
     /* what can't hold for one layer changes none */
     assert_int_equal(dt_eviction_override(eviction, 160, -1, &error), DT_ERR_CONFIG);
     assert_string_equal(error.message, "max_cache_size 160 leaves no room in layer 0 beside sink_tokens 60 and "

@@ -108,3 +108,14 @@ def test_curl(server):
     if not shutil.which("curl"):
         pytest.skip("no curl")
     assert "Paris" in run_example("chat.sh", f"http://127.0.0.1:{server.port}", "Name the capital of France.")
+
+
+def test_curl_with_a_key(tmp_path, monkeypatch):
+    if not shutil.which("curl"):
+        pytest.skip("no curl")
+    with serving(MODEL, tmp_path, "--api-key", "s3cret") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        refused = subprocess.run(["bash", os.path.join(EXAMPLES, "chat.sh"), url], capture_output=True, text=True, timeout=60)
+        assert refused.returncode != 0 and "error: the API key is missing or wrong" in refused.stderr and refused.stdout == ""
+        monkeypatch.setenv("API_KEY", "s3cret")
+        assert "Paris" in run_example("chat.sh", url)

@@ -70,7 +70,7 @@ def read_rows(path):
             row = read_row(number, line.lstrip(b"\xef\xbb\xbf").strip().decode("utf-8", "surrogateescape"))
             key = json.dumps(row["id"])
             if row["id"] is not None and key in seen:
-                row["error"] = f"its id is that of row {seen[key]}"
+                row["error"] = f"its id is that of row {seen[key]}; give each row its own"
             seen.setdefault(key, number)
             yield row
 

@@ -122,9 +122,10 @@ class _Sampler:
             settings["json_schema"] = _json("json_schema", schema)
         elif schema is not None:
             string("json_schema", schema, "a dict, or JSON as a string")
+        known = [field for field, _ in dt_sampler_params._fields_]
         for name, value in settings.items():
-            if name not in (field for field, _ in dt_sampler_params._fields_):
-                raise TypeError(f"there is no sampling setting {name}")
+            if name not in known:
+                raise TypeError(f"there is no sampling setting {name}, but n_predict (how many tokens) and {', '.join(known)}")
             if value is not None:
                 setattr(params, name, value)
         self.handle = ctypes.c_void_p()

@@ -268,8 +268,8 @@ static void log_lowered(const dt_eviction *eviction, const dt_eviction_request *
         }
         char range[32];
         dt_eviction_range(i, next, range);
-        dt_log(DT_LOG_INFO, "TLC: max_cache_size %d lowers the min_cache_size of layers %s from %d to %d",
-               budgets[i].max_cache_size, range, before, budgets[i].min_cache_size);
+        dt_log(DT_LOG_INFO, "TLC: max_cache_size %d lowers the min_cache_size of layer%s %s from %d to %d",
+               budgets[i].max_cache_size, next - i == 1 ? "" : "s", range, before, budgets[i].min_cache_size);
     }
 }
 

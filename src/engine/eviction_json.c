@@ -446,7 +446,8 @@ static dt_status read_key(reader *r, const char *key) {
     if (first < 0 || last >= n) {
         char range[32];
         dt_eviction_range(r->first, r->end, range);
-        warn_at(r, -1, "the model has only the layers 0 to %d, so this sets layers %s", n - 1, range);
+        warn_at(r, -1, "the model has only the layers 0 to %d, so this sets layer%s %s", n - 1, r->end - r->first == 1 ? "" : "s",
+                range);
     }
     for (int32_t layer = r->first; layer < r->end; layer++) {
         if (r->owner[layer] > 0) {
@@ -528,7 +529,9 @@ static void log_unnamed(const reader *r) {
         length += (size_t)snprintf(list + length, sizeof list - length, "%s%s", length == 0 ? "" : ", ", range);
     }
     if (list[0] != '\0') {
-        dt_log(DT_LOG_INFO, "TLC: %s does not name layers %s: they evict nothing", r->path, list);
+        const bool several = strpbrk(list, "-,") != NULL;
+        dt_log(DT_LOG_INFO, "TLC: %s does not name layer%s %s: %s nothing", r->path, several ? "s" : "", list,
+               several ? "they evict" : "it evicts");
     }
 }
 
