@@ -130,7 +130,7 @@ static dt_status new_cache(dt_session *s, const dt_budget *budgets, dt_error *er
 }
 
 /* Positions that a lane which shares a budget leaves free. */
-static int32_t shared_room(const dt_session *s, bool repeats) {
+static int32_t room_when_shared(const dt_session *s, bool repeats) {
     const int32_t chunk = DT_MAX(DT_MIN(s->params.n_batch, s->params.n_ctx / 8), LEAST_CHUNK);
     return chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0); /* find_headroom */
 }
@@ -144,7 +144,7 @@ static void bound_lanes(const dt_session *s, dt_budget *budgets, int32_t total) 
     for (int32_t i = 0; i < n_layers; i++) {
         repeats = repeats || dt_policy_repeats(budgets[i].policy);
     }
-    const int32_t room = shared_room(s, repeats);
+    const int32_t room = room_when_shared(s, repeats);
     if (s->params.evict != DT_EVICT_ALWAYS || total <= 0 || n_sharing == 0 || total / n_sharing >= n_ctx - room) {
         return;
     }
@@ -576,7 +576,7 @@ static int64_t passing_budget(const dt_session *s) {
             repeats = repeats || dt_policy_repeats(b->policy);
         }
     }
-    int32_t room = shares ? shared_room(s, repeats) : (repeats ? 2 : 1) * DT_MIN(LEAST_CHUNK, s->params.n_batch);
+    int32_t room = shares ? room_when_shared(s, repeats) : (repeats ? 2 : 1) * DT_MIN(LEAST_CHUNK, s->params.n_batch);
     const int64_t most = (int64_t)n_ctx - room - slots;
     if (window >= n_ctx - room || most < least || (shares && most == least)) {
         return 0;
