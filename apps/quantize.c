@@ -141,7 +141,7 @@ int main(int argc, char **argv) {
     if (exit_code >= 0) {
         return exit_code;
     }
-    if ((size_t)snprintf(temporary, sizeof temporary, "%s.part", params.output) >= sizeof temporary) {
+    if ((size_t)snprintf(temporary, sizeof temporary, "%s" DT_QUANTIZE_PART, params.output) >= sizeof temporary) {
         return bad_usage("the output's name is too long", "");
     }
 #ifdef __GLIBC__

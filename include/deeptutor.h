@@ -138,15 +138,19 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error);
 
 /* ---- quantizing --------------------------------------------------------------------------------- */
 
+/* What the file in the making is called after the output: no name that browsers give what they are still fetching (.part), and half
+ * of a downloaded model begins like a quantized one. */
+#define DT_QUANTIZE_PART ".quantizing.part"
+
 typedef struct dt_quantize_params {
     const char *input;  /* GGUF file, or the first of a split set */
-    const char *output; /* written as OUTPUT.part, renamed when it is whole; a file of that name must be what a killed run left */
+    const char *output; /* written as OUTPUT.quantizing.part, renamed when whole; a file of that name must be what a killed run left */
     const char *type;   /* "Q4_K_M", any case; dt_quantize_type lists them */
     int32_t n_threads;  /* <= 0: as many as there are processors; fewer are used where so many can't be started */
     /* May be NULL. Called after each tensor. */
     void (*progress)(int64_t n_done, int64_t n_tensors, void *user);
     void *progress_user;
-    /* May be NULL. 1 while OUTPUT.part is this call's, so that a signal handler that ends the process may remove it; else 0: it is
+    /* May be NULL. 1 while OUTPUT.quantizing.part is this call's, so that a signal handler that ends the process may remove it; else 0: it is
      * nobody's, another process's or the user's. */
     volatile int *owns_part;
 } dt_quantize_params;

@@ -113,7 +113,7 @@ def test_only_files_are_replaced(folder, tmp_path, capsys):
 
 # ---- the file in the making ----
 
-ENDINGS = (".converting.part", ".quantizing", ".quantizing.part")
+ENDINGS = (".converting.part", ".quantizing", ".quantizing.quantizing.part")
 
 
 def test_downloads_are_no_parts(folder, tmp_path):

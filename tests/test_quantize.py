@@ -153,9 +153,9 @@ def large(tmp_path_factory):
 
 
 def start(*args, **more):
-    """A run that writes already: out.gguf.part, in the output's folder, has something in it."""
+    """A run that writes already: out.gguf.quantizing.part, in the output's folder, has something in it."""
     process = subprocess.Popen([QUANTIZE, *map(str, args)], stderr=subprocess.PIPE, **more)
-    part, deadline = args[1].parent / "out.gguf.part", time.monotonic() + 30
+    part, deadline = args[1].parent / "out.gguf.quantizing.part", time.monotonic() + 30
     while not (part.exists() and part.stat().st_size > 0) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     return process
@@ -188,7 +188,7 @@ def test_stopping_another_run_stops_nothing_here(large, tmp_path):
         time.sleep(wait)
         second.send_signal(signal.SIGTERM)
         second.communicate(timeout=30)
-        assert (tmp_path / "out.gguf.part").exists() and first.poll() is None
+        assert (tmp_path / "out.gguf.quantizing.part").exists() and first.poll() is None
     first.terminate()
     first.communicate(timeout=30)
     assert first.returncode == 143 and not list(tmp_path.iterdir())
@@ -225,20 +225,27 @@ def test_only_files_are_replaced(tiny, tmp_path):
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("content", [b"half download\n", b"GGUF\x03\0\0\0 half a model", b"\0" * 200 + b"text"],
-                         ids=["text", "model", "zeros"])
+@pytest.mark.parametrize("content", [b"half download\n", b"\0" * 200 + b"text"], ids=["text", "zeros"])
 def test_a_part_of_the_users_own_stays(tiny, tmp_path, content):
-    """Browsers name what they are still fetching so."""
-    part = tmp_path / "out.gguf.part"
+    part = tmp_path / "out.gguf.quantizing.part"
     part.write_bytes(content)
     result = quantize(tiny, tmp_path / "out.gguf", "Q8_0")
     assert result.returncode == 1 and f"{part} is there already" in result.stderr and result.stderr.count("\n") == 1
-    assert part.read_bytes() == content and [p.name for p in tmp_path.iterdir()] == ["out.gguf.part"]
+    assert part.read_bytes() == content and [p.name for p in tmp_path.iterdir()] == ["out.gguf.quantizing.part"]
+
+
+def test_a_download_is_no_part(tiny, tmp_path):
+    """Browsers name what they are still fetching so."""
+    download = tmp_path / "out.gguf.part"
+    download.write_bytes(b"GGUF\x03\0\0\0 half a model")
+    assert quantize(tiny, tmp_path / "out.gguf", "Q8_0").returncode == 0
+    assert download.read_bytes() == b"GGUF\x03\0\0\0 half a model"
 
 
 def test_what_a_killed_run_leaves_is_taken_over(tiny, tmp_path):
-    part = tmp_path / "out.gguf.part"
-    for content in (b"", b"\0" * 5000 + b"weights"):
+    part = tmp_path / "out.gguf.quantizing.part"
+    assert quantize(tiny, part, "Q8_0").returncode == 0  # whole, and killed before it was named
+    for content in (part.read_bytes(), b"", b"\0" * 5000 + b"weights"):
         part.write_bytes(content)
         assert quantize(tiny, tmp_path / "out.gguf", "Q8_0").returncode == 0
         assert [p.name for p in tmp_path.iterdir()] == ["out.gguf"]

@@ -88,7 +88,7 @@ class Quantized:
         self.path = outfile.with_name(outfile.name + ".quantizing")
 
     def begin(self):
-        for path in (self.path.with_name(self.path.name + ".part"), self.path):
+        for path in (self.path.with_name(self.path.name + ".quantizing.part"), self.path):
             with held(), contextlib.suppress(FileNotFoundError):
                 _remove(_take_over(path, self.outfile, 0), path)
 

@@ -263,10 +263,13 @@ static void set_owner(const dt_quantize_params *params, int owns) {
 }
 
 /* Whether the file is empty or begins as what a killed run leaves: libllama writes zeros where the metadata goes, and the metadata
- * last. A download of a model, which a browser may give the same name, begins with "GGUF". */
+ * last, before the file goes to the disk and gets its name. */
 static bool is_left_over(int file) {
     char head[256];
     const ssize_t n = pread(file, head, sizeof head, 0);
+    if (n >= 4 && memcmp(head, "GGUF", 4) == 0) {
+        return true;
+    }
     for (ssize_t i = 0; i < n; i++) {
         if (head[i] != 0) {
             return false;
@@ -340,14 +343,14 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
     if (status == DT_OK) {
         status = check_rest(gguf, error);
     }
-    const size_t capacity = strlen(params->output) + sizeof ".part";
+    const size_t capacity = strlen(params->output) + sizeof DT_QUANTIZE_PART;
     char *temporary = status == DT_OK ? malloc(capacity) : NULL;
     if (status == DT_OK && temporary == NULL) {
         status = dt_fail_memory(error, capacity, "a file name");
     }
     if (status == DT_OK) {
         int file = -1;
-        snprintf(temporary, capacity, "%s.part", params->output);
+        snprintf(temporary, capacity, "%s" DT_QUANTIZE_PART, params->output);
         status = dt_replace_check(params->output, 0, error);
         if (status == DT_OK) {
             status = begin_output(params, temporary, &file, error);
