@@ -161,11 +161,8 @@ dt_sampler_state dt_sampler_get_state(const dt_sampler *sampler) {
 dt_status dt_sampler_set_state(dt_sampler *sampler, const dt_sampler_state *state, dt_error *error) {
     dt_text_chain *chain = NULL;
     dt_status status = dt_text_chain_new(sampler->n_logits, sampler->n_ctx, &sampler->params, state->seed, &chain, error);
-    /* each use of the chain takes one number off the stream, whatever there is to choose from */
-    for (uint64_t i = 0; i < state->n_draws && sampler->params.temp > 0.0f && status == DT_OK; i++) {
-        llama_token_data one = {0, 0.0f, 0.0f};
-        llama_token_data_array only = {&one, 1, -1, false};
-        status = dt_text_chain_apply(chain, &only, error);
+    if (status == DT_OK && sampler->params.temp > 0.0f) {
+        status = dt_text_chain_skip(chain, state->n_draws, error);
     }
     if (status != DT_OK) {
         dt_text_chain_free(chain);

@@ -574,7 +574,9 @@ static dt_status chat_render(const dt_vocab *vocab, const char *template_name, c
             return dt_glm_render(vocab->glm.form, messages, n_messages, add_assistant, out, error);
         }
         if (source == nullptr) {
-            return dt_fail(error, DT_ERR_UNSUPPORTED, "the model has no chat template; name one (--chat-template chatml is common), or give it a plain text instead of messages");
+            return dt_fail(error, DT_ERR_UNSUPPORTED,
+                           "the model has no chat template; name one (--chat-template chatml is common), or give it a plain text "
+                           "instead of messages");
         }
     } else if (std::strstr(source, "{{") == nullptr && std::strstr(source, "{%") == nullptr) {
         if (std::strcmp(source, "chatglm2") == 0) {
@@ -743,6 +745,19 @@ void dt_text_chain_free(dt_text_chain *chain) {
 dt_status dt_text_chain_apply(dt_text_chain *chain, llama_token_data_array *candidates, dt_error *error) {
     return guarded(error, DT_ERR_COMPUTE, "sampling failed", [&] {
         llama_sampler_apply(chain->sampler, candidates);
+        return DT_OK;
+    });
+}
+
+dt_status dt_text_chain_skip(dt_text_chain *chain, uint64_t n_draws, dt_error *error) {
+    return guarded(error, DT_ERR_COMPUTE, "sampling failed", [&] {
+        /* the last one draws: each time one number off the stream, whatever there is to choose from */
+        llama_sampler *draws = llama_sampler_chain_get(chain->sampler, llama_sampler_chain_n(chain->sampler) - 1);
+        for (uint64_t i = 0; i < n_draws; i++) {
+            llama_token_data one = {0, 0.0f, 0.0f};
+            llama_token_data_array only = {&one, 1, -1, false};
+            llama_sampler_apply(draws, &only);
+        }
         return DT_OK;
     });
 }

@@ -22,6 +22,8 @@ dt_status dt_text_chain_new(int32_t n_vocab, int32_t n_ctx, const dt_sampler_par
                             dt_error *error);
 void dt_text_chain_free(dt_text_chain *chain);
 dt_status dt_text_chain_apply(dt_text_chain *chain, struct llama_token_data_array *candidates, dt_error *error);
+/* The draws after this are those after n_draws uses of the chain, which draws (temp > 0). */
+dt_status dt_text_chain_skip(dt_text_chain *chain, uint64_t n_draws, dt_error *error);
 dt_status dt_text_chain_accept(dt_text_chain *chain, int32_t token, dt_error *error);
 
 /* Exactly one of gbnf and json_schema is given. */
