@@ -18,7 +18,7 @@ if __name__ == "__main__":
         from convert.command import main
     except ModuleNotFoundError as error:
         venv = ROOT / ".venv" / "bin" / "python"
-        if not venv.exists() or pathlib.Path(sys.prefix).resolve() == ROOT / ".venv":
+        if not venv.exists() or pathlib.Path(sys.prefix).resolve() == (ROOT / ".venv").resolve():
             sys.exit(f"error: the Python package {error.name} is missing, perhaps others too; install what is needed, and run this "
                      f"again: python3 -m venv {ROOT / '.venv'} && {venv} -m pip install -r {ROOT / 'requirements.txt'}")
         os.execv(str(venv), [str(venv), *sys.argv])

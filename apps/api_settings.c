@@ -340,3 +340,17 @@ bool dt_reader_settings(dt_reader *r, dt_job *job, const dt_sampler_params *samp
     job->keep = r->api->keep && !job->score;
     return make_samplers(r, job, sampling);
 }
+
+dt_status dt_api_check(const dt_api *api, dt_error *error) {
+    dt_sampler *sampler = NULL;
+    dt_status status = dt_sampler_new(api->model, &api->sampling, &sampler, error);
+    dt_sampler_free(sampler);
+    if (status == DT_OK && api->chat_template != NULL) {
+        const dt_chat_message hello = {.role = "user", .content = "Hello"};
+        char *text = NULL;
+        status = dt_chat_render(api->model, api->chat_template, &hello, 1, true, &text, error);
+        dt_free(text);
+        status = status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status;
+    }
+    return status;
+}

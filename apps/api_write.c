@@ -20,12 +20,33 @@ static char *dump(json_t *json) {
     return text;
 }
 
+/* ---- characters ---------------------------------------------------------------------------------- */
+
+typedef struct place { /* in a text as answers show it: what is no UTF-8 is a character a byte (dt_repair_utf8) */
+    size_t at, n_characters;
+} place;
+
+/* Goes on to the character of text[n] that the byte `at` is in; returns how many there are before it. */
+static size_t go_to(place *p, const char *text, size_t n, size_t at) {
+    while (p->at < n) {
+        bool open;
+        const size_t bytes = dt_character_at(text + p->at, n - p->at, &open), step = bytes > 0 ? bytes : 1;
+        if (p->at + step > at) {
+            break;
+        }
+        p->at += step;
+        p->n_characters++;
+    }
+    return p->n_characters;
+}
+
 /* ---- deltas ------------------------------------------------------------------------------------- */
 
 typedef struct delta { /* of a choice: what came after what was taken before */
     char *text;
-    size_t n_text, text_from;
+    size_t n_text;
     dt_record *records;
+    size_t *offsets; /* [n_records] characters of the reply before each */
     dt_top *tops;
     size_t n_records;
     dt_finish finish;
@@ -35,6 +56,7 @@ typedef struct delta { /* of a choice: what came after what was taken before */
 static void free_delta(delta *d) {
     free(d->text);
     free(d->records);
+    free(d->offsets);
     free(d->tops);
 }
 
@@ -47,15 +69,15 @@ static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_
     }
     n -= n > 0 && c->ended && !end_token && records_from + n == c->n_records ? 1 : 0;
     *out = (delta){.n_text = c->n_safe - text_from,
-                   .text_from = text_from,
                    .n_records = n,
                    .finish = c->finish,
                    .waits = job->score && job->n_prompt_records < job->n_tokens};
     const size_t n_top = (size_t)job->n_top;
     out->text = malloc(out->n_text + 1);
     out->records = malloc((n + 1) * sizeof *out->records);
+    out->offsets = malloc((n + 1) * sizeof *out->offsets);
     out->tops = malloc((n * n_top + 1) * sizeof *out->tops);
-    if (out->text == NULL || out->records == NULL || out->tops == NULL) {
+    if (out->text == NULL || out->records == NULL || out->offsets == NULL || out->tops == NULL) {
         free_delta(out);
         return false;
     }
@@ -67,6 +89,11 @@ static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_
     }
     if (n * n_top > 0) {
         memcpy(out->tops, c->tops + records_from * n_top, n * n_top * sizeof *out->tops);
+    }
+    place p = {0};
+    for (size_t i = 0; i < n; i++) {
+        const size_t before = records_from + i;
+        out->offsets[i] = go_to(&p, c->text, c->n_safe, before > 0 ? c->records[before - 1].text_end : 0);
     }
     return true;
 }
@@ -148,19 +175,22 @@ static void add_completion_record(const dt_api *api, completion_logprobs *to, co
     dt_json_append(&to->tops, object);
 }
 
-/* prompt: with the prompt's tokens before those of the delta. offset: where the delta's text begins. */
-static json_t *completion_logprobs_json(const dt_api *api, const dt_job *job, const delta *d, bool prompt, size_t offset) {
+/* prompt[n_prompt]: shown before the reply; with_prompt: its tokens too. Offsets count characters, as OpenAI's do. */
+static json_t *completion_logprobs_json(const dt_api *api, const dt_job *job, const delta *d, const char *prompt, size_t n_prompt,
+                                        bool with_prompt) {
     completion_logprobs to = {json_array(), json_array(), json_array(), json_array()};
     const size_t n_top = (size_t)job->n_top;
     size_t at = 0;
-    for (size_t i = 0; prompt && i < job->n_prompt_records; i++) {
+    place p = {0};
+    for (size_t i = 0; with_prompt && i < job->n_prompt_records; i++) {
         char bytes[256];
-        add_completion_record(api, &to, &job->prompt_records[i], job->prompt_tops + i * n_top, job->n_top, at);
+        const dt_top *tops = n_top > 0 ? job->prompt_tops + i * n_top : NULL;
+        add_completion_record(api, &to, &job->prompt_records[i], tops, job->n_top, go_to(&p, prompt, n_prompt, at));
         at += bytes_of(api, job->prompt_records[i].token, bytes, sizeof bytes);
     }
-    for (size_t i = 0, begin = d->text_from; i < d->n_records; i++) {
-        add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, offset + begin);
-        begin = d->records[i].text_end;
+    const size_t n_before = go_to(&p, prompt, n_prompt, n_prompt);
+    for (size_t i = 0; i < d->n_records; i++) {
+        add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, n_before + d->offsets[i]);
     }
     return json_pack("{s:o,s:o,s:o,s:o}", "tokens", to.tokens, "token_logprobs", to.logprobs, "top_logprobs", to.tops,
                      "text_offset", to.offsets);
@@ -233,18 +263,19 @@ static void copy_prompt(const dt_api *api, const dt_job *job, char *text, size_t
 static json_t *completion_choice(const dt_api *api, const dt_request *request, const dt_job *job, const delta *d, int index,
                                  bool first) {
     const bool counts = request->echo && (first || job->logprobs); /* offsets too are those behind the prompt */
-    const size_t n_prompt = counts ? prompt_length(api, job) : 0, n_echo = first ? n_prompt : 0;
-    char *text = malloc(n_echo + d->n_text + 1);
+    const size_t n_prompt = counts ? prompt_length(api, job) : 0, n_shown = first ? 0 : n_prompt;
+    char *text = malloc(n_prompt + d->n_text + 1);
     if (text == NULL) {
         return NULL;
     }
-    if (n_echo > 0) {
-        copy_prompt(api, job, text, n_echo);
+    if (n_prompt > 0) {
+        copy_prompt(api, job, text, n_prompt);
     }
-    memcpy(text + n_echo, d->text, d->n_text);
-    json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, request->echo && first, n_prompt) : json_null();
-    json_t *json = json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", dt_json_bytes(text, n_echo + d->n_text), "logprobs",
-                             logprobs, "finish_reason", finish_json(d->finish));
+    memcpy(text + n_prompt, d->text, d->n_text);
+    json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, text, n_prompt, request->echo && first) : json_null();
+    json_t *json =
+        json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", dt_json_bytes(text + n_shown, n_prompt - n_shown + d->n_text),
+                  "logprobs", logprobs, "finish_reason", finish_json(d->finish));
     free(text);
     return json;
 }

@@ -420,7 +420,10 @@ static dt_status begin(const batch_options *o, const dt_model *model, const char
         fcntl(b->news[i], F_SETFL, O_NONBLOCK);
         fcntl(b->news[i], F_SETFD, FD_CLOEXEC);
     }
-    dt_status status = dt_shared_options_eviction(&o->shared, model, out_eviction, error);
+    dt_status status = dt_api_check(&b->api, error);
+    if (status == DT_OK) {
+        status = dt_shared_options_eviction(&o->shared, model, out_eviction, error);
+    }
     if (status == DT_OK) {
         b->api.eviction = *out_eviction;
         b->api.eviction_key = dt_api_eviction_key(*out_eviction, "");

@@ -88,6 +88,10 @@ static dt_status count_lines(dt_batch_input *in, dt_error *error) {
 dt_status dt_batch_input_open(const char *path, const char *each, bool chat, dt_batch_input **out, dt_error *error) {
     struct stat info;
     if (stat(path, &info) != 0) {
+        if (strcmp(path, "-") == 0) {
+            return dt_app_fail(error, DT_ERR_ARGUMENT,
+                               "jobs are read twice, to count them first, so not from stdin; name a file with -i");
+        }
         return dt_app_fail(error, DT_ERR_IO, "%s can't be read: %s", path, strerror(errno));
     }
     if (S_ISDIR(info.st_mode) != (each != NULL)) {

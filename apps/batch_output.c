@@ -296,7 +296,9 @@ dt_status dt_batch_output_write(dt_batch_output *o, const dt_batch_row *row, jso
         dt_json_set(&object, "line", json_integer(row->number));
         dt_json_set(&object, "settings", json_string(o->settings));
     }
-    char *text = object != NULL ? dt_json_dump(object, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
+    /* an id with a real number in it comes back as it was given, since the next run looks it up */
+    const size_t digits = row->id == NULL || json_is_string(row->id) || json_is_integer(row->id) ? 9 : 17;
+    char *text = object != NULL ? dt_json_dump(object, JSON_COMPACT | JSON_REAL_PRECISION(digits)) : NULL;
     json_decref(object);
     if (text == NULL) {
         return dt_batch_no_memory(error);

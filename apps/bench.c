@@ -589,7 +589,8 @@ static int run(void *user) {
         status = written != DT_OK ? written : status;
     }
     /* a session's settings are looked at when it is made, for each depth */
-    const bool usage = b->model != NULL && (!measuring || status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG);
+    const bool usage =
+        b->model != NULL && (!measuring || status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_LIMIT);
     const int exit_code = status == DT_OK ? 0 : dt_report_failure(&error, usage);
     free(b->tokens);
     dt_eviction_free(b->eviction);

@@ -101,12 +101,13 @@ dt_status eval_ab_read(eval *e, dt_error *error) {
         if (length > 0) {
             json_error_t fault;
             json_t *row = dt_json_load(at, length, 0, &fault);
-            const char *what = row == NULL ? fault.text : find_fault(row);
+            const char *not_taken = row == NULL ? dt_json_not_taken(&fault) : NULL;
+            const char *what = row != NULL ? find_fault(row) : not_taken != NULL ? not_taken : fault.text;
             if (row == NULL && json_error_code(&fault) == json_error_out_of_memory) {
                 status = dt_app_fail(error, DT_ERR_MEMORY, "out of memory for the prompts");
             } else if (what != NULL) {
                 char sentence[400];
-                snprintf(sentence, sizeof sentence, "%s%s", row == NULL ? "is no JSON object: " : "", what);
+                snprintf(sentence, sizeof sentence, "%s%s", row == NULL && not_taken == NULL ? "is no JSON object: " : "", what);
                 json_decref(row);
                 status = bad_line(e, line, error, sentence);
             } else if (json_array_append_new(e->rows, json_pack("{sI so}", "line", (json_int_t)line, "row", row)) != 0) {

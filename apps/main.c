@@ -214,12 +214,17 @@ static dt_status load_session(const main_options *o, dt_run *run, dt_error *erro
     return status == DT_ERR_FORMAT ? (error->code = DT_ERR_ARGUMENT) : status; /* a file that was named and can't be used */
 }
 
-/* Why a session's file can't be put at `old`: NULL, it can. What is there may go where it is a session itself, that an earlier run
- * kept. */
-static const char *why_not_kept(const char *real, const char *old, const char *part) {
+/* Puts a session's file at `old`: NULL, or why it can't be. What is there may go where it is a session itself, that an earlier run
+ * kept, and no run is at work on. */
+static const char *keep_as(const char *real, const char *old, const char *part) {
     struct stat info;
     if (lstat(old, &info) == 0 && (!S_ISREG(info.st_mode) || dt_session_file_tokens(old) == 0)) {
         return "something else is there";
+    }
+    dt_error error = {0};
+    dt_file_lock *lock = NULL;
+    if (dt_file_lock_take(old, &lock, &error) != DT_OK) {
+        return "another run is at work on it";
     }
     unlink(part); /* a killed run's */
     const bool linked = link(real, part) == 0;
@@ -228,6 +233,7 @@ static const char *why_not_kept(const char *real, const char *old, const char *p
     if (linked) {
         unlink(part); /* rename leaves it where both names are the same file's already */
     }
+    dt_file_lock_release(lock);
     return kept ? NULL : strerror(reason);
 }
 
@@ -241,7 +247,7 @@ static dt_status keep_replaced(const char *path, int64_t n_tokens, dt_error *err
     if (part != NULL) {
         snprintf(old, capacity, "%s.old", real);
         snprintf(part, capacity, "%s.old.part", real);
-        why = why_not_kept(real, old, part);
+        why = keep_as(real, old, part);
     }
     if (why == NULL) {
         dt_report(DT_LOG_WARN, "session: this text parts from the saved one of %lld tokens, which is replaced; it stays as %s",
@@ -285,7 +291,9 @@ static dt_status save_session(const main_options *o, const dt_run *run, const dt
         dt_report(DT_LOG_INFO, "session: %s: nothing is new, so it stays as it is", o->session);
         return DT_OK;
     }
-    if (same + 1 < run->loaded_tokens) { /* the last token may have been computed anew, or be missing where the run ended before */
+    /* The last token may have been computed anew, or be missing where the run ended before. A chat has all its messages still, however
+     * its template writes them now. */
+    if (chat == NULL && same + 1 < run->loaded_tokens) {
         status = keep_replaced(o->session, run->loaded_tokens, error);
     }
     if (status == DT_OK) {

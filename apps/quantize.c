@@ -127,6 +127,9 @@ static int parse(int argc, char **argv, dt_quantize_params *params) {
     if (n_words < 3) {
         return bad_usage("an input file, an output file and a type are needed", "");
     }
+    if (words[0][0] == 0 || words[1][0] == 0) {
+        return bad_usage("the name of a file is empty", "");
+    }
     params->input = words[0];
     params->output = words[1];
     params->type = words[2];

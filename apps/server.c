@@ -65,6 +65,8 @@ static bool check(const server_options *o, char *message, size_t capacity) {
         wrong = "give --api-key or --api-key-file, not both";
     } else if (o->api_key != NULL && o->api_key[0] == 0) {
         wrong = "--api-key needs a key of at least one character";
+    } else if (o->alias != NULL && o->alias[0] == 0) {
+        wrong = "--alias needs a name of at least one character";
     }
     if (wrong != NULL) {
         snprintf(message, capacity, "%s", wrong);
@@ -78,6 +80,12 @@ static dt_status read_key(const char *path, char **out, dt_error *error) {
     size_t n = 0;
     const dt_status status = dt_read_file(path, out, &n, error);
     if (status == DT_OK) {
+        const char *newline = memchr(*out, '\n', n), *nul = memchr(*out, 0, n);
+        if (nul != NULL && (newline == NULL || nul < newline)) {
+            snprintf(error->message, sizeof error->message,
+                     "%s holds a NUL character, which no client can send; write the key as text", path);
+            return error->code = DT_ERR_ARGUMENT;
+        }
         (*out)[strcspn(*out, "\r\n")] = 0;
         if ((*out)[0] == 0) {
             snprintf(error->message, sizeof error->message, "%s holds no key in its first line", path);
@@ -140,7 +148,10 @@ static int with_model(const server_options *o, const dt_model *model, const char
     dt_shared_options_sampler(&o->shared, grammar, &api.sampling);
     params.session.n_batch = o->shared.n_batch > 0 ? params.session.n_batch : 256; /* others wait while a chunk is read */
     params.session.kv_memory = o->shared.kv_memory > 0 ? params.session.kv_memory : dt_half_of_memory();
-    dt_status status = dt_shared_options_eviction(&o->shared, model, &eviction, &error);
+    dt_status status = dt_api_check(&api, &error);
+    if (status == DT_OK) {
+        status = dt_shared_options_eviction(&o->shared, model, &eviction, &error);
+    }
     if (status == DT_OK) {
         status = dt_check_cache_memory(model, &params.session, eviction, &api.n_ctx, &error);
     }

@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -24,6 +25,7 @@
 #define UNREAD_MS 300000   /* one that takes nothing of an answer, too */
 #define LAST_WORDS_MS 5000 /* for answers that are on their way when the server stops */
 #define BACKLOG 512
+#define IGNORED_BYTES_MAX ((size_t)64 << 20) /* of a body that is too large already; then the connection is closed */
 #define STACK_BYTES ((size_t)1 << 20)
 
 /* ---- answers ------------------------------------------------------------------------------------ */
@@ -220,7 +222,7 @@ static bool same_key(const char *given, const char *key) {
 static bool has_key(const dt_exchange *e) {
     const char *key = e->http->params.api_key;
     const char *given = MHD_lookup_connection_value(e->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
-    return key == NULL || (given != NULL && strncmp(given, "Bearer ", 7) == 0 && same_key(given + 7, key));
+    return key == NULL || (given != NULL && strncasecmp(given, "Bearer ", 7) == 0 && same_key(given + 7, key));
 }
 
 /* libmicrohttpd ends a decoded path at its first NUL: /health%00x would be /health. So it is looked at before that; on_request comes
@@ -256,7 +258,7 @@ static int refuse_early(dt_exchange *e, const char *path, const char *method, co
         *out_message = e->route->post ? "this path takes POST" : "this path takes GET";
         return 405;
     }
-    e->too_large = length != NULL && dt_parse_int(length, &n) && n > (int64_t)e->http->params.body_bytes_max;
+    e->too_large = length != NULL && (!dt_parse_int(length, &n) || n > (int64_t)e->http->params.body_bytes_max);
     if (e->too_large) {
         *out_message = "the body is larger than this server takes (--max-body)";
         return 413;
@@ -264,26 +266,26 @@ static int refuse_early(dt_exchange *e, const char *path, const char *method, co
     return 0;
 }
 
-static void add_body(dt_exchange *e, const char *bytes, size_t n) {
-    if (e->no_memory) {
-        return;
-    }
-    if (e->too_large || n > e->http->params.body_bytes_max - e->n_body) {
-        e->too_large = true;
-        return;
+/* False: it has no end. */
+static bool add_body(dt_exchange *e, const char *bytes, size_t n) {
+    if (e->no_memory || e->too_large || n > e->http->params.body_bytes_max - e->n_body) {
+        e->too_large = e->too_large || !e->no_memory;
+        e->n_ignored += n;
+        return e->n_ignored <= IGNORED_BYTES_MAX;
     }
     if (e->body_capacity - e->n_body < n) {
         const size_t capacity = 2 * e->body_capacity + n;
         char *grown = realloc(e->body, capacity);
         if (grown == NULL) {
             e->no_memory = true;
-            return;
+            return true;
         }
         e->body = grown;
         e->body_capacity = capacity;
     }
     memcpy(e->body + e->n_body, bytes, n);
     e->n_body += n;
+    return true;
 }
 
 static enum MHD_Result on_request(void *user, struct MHD_Connection *connection, const char *url, const char *method,
@@ -309,9 +311,9 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
         return status != 0 ? dt_http_send_error(connection, status, message) : MHD_YES;
     }
     if (*n_upload > 0) {
-        add_body(e, upload, *n_upload);
+        const bool goes_on = add_body(e, upload, *n_upload);
         *n_upload = 0;
-        return MHD_YES;
+        return goes_on ? MHD_YES : MHD_NO; /* closes the connection: an answer can only follow the body's end */
     }
     if (e->too_large) {
         return dt_http_send_error(connection, 413, "the body is larger than this server takes (--max-body)");

@@ -23,7 +23,7 @@ typedef struct dt_exchange { /* a request and its answer */
     struct dt_http *http;
     struct MHD_Connection *connection;
     char *body;
-    size_t n_body, body_capacity;
+    size_t n_body, body_capacity, n_ignored;
     bool too_large, no_memory, http_1_0, answering;
     const struct route *route;
     const dt_page_file *page;

@@ -405,6 +405,16 @@ def test_interrupted(model, tmp_path):
     assert all(row.get("text") for row in lines(target).values())
 
 
+def test_ids_that_are_no_strings(model, tmp_path):
+    """They come back as they were, so that the next run knows them."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    ids = [1733180000.25, 1733180000.75, 1.23456789012345, [0.1 + 0.2], {"a": 1e-9}, 7, True]
+    source.write_text("\n".join(json.dumps({"id": name, "prompt": "x", "max_tokens": 2}) for name in ids))
+    for _ in range(2):
+        batch(model, source, target)
+        assert [line["id"] for _, line in sorted(lines(target).items())] == ids
+
+
 def test_what_is_no_file(model, tmp_path):
     """Refused before anything is read from it or waits for it: pipes, devices, folders, on either side."""
     source, target, pipe = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "pipe"

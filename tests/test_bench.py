@@ -96,7 +96,7 @@ def test_parallel_shares_one_limit(model):
     needed = json.loads(bench(*common).stdout)["rows"][-1]["kv_bytes"]
     assert bench(*common, "--kv-memory", str(3 * needed)).returncode == 0
     failed = bench(*common, "--kv-memory", str(needed // 2))
-    assert failed.returncode == 1 and failed.stdout == "", failed
+    assert failed.returncode == 2 and failed.stdout == "", failed
 
 
 def test_table_that_cant_be_written(model):

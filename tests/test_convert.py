@@ -6,6 +6,7 @@ DT_ASK_LLAMA, DT_QUANTIZE and DT_MAIN name programs of the build. Invariant: num
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -204,6 +205,20 @@ def test_help_needs_no_packages():
     assert result.returncode == 0 and result.stdout.startswith("usage: convert.py") and "--quantize" in result.stdout, result
     assert all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout
     assert told("--wrong").returncode == 2
+
+
+def test_packages_that_a_linked_venv_lacks_too(tmp_path):
+    """It isn't started for ever."""
+    project = tmp_path / "project"
+    (project / "python").mkdir(parents=True)
+    shutil.copy(HERE.parent / "convert.py", project)
+    shutil.copy(HERE.parent / "python/command_line.py", project / "python")
+    shutil.copytree(HERE.parent / "python/convert", project / "python/convert")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "elsewhere")], check=True, timeout=120)
+    (project / ".venv").symlink_to(tmp_path / "elsewhere")
+    result = subprocess.run([sys.executable, "-I", "-S", str(project / "convert.py"), "--model_path", str(tmp_path)], timeout=60,
+                            capture_output=True, text=True)
+    assert result.returncode == 1 and "is missing, perhaps others too" in result.stderr, result
 
 
 @pytest.mark.parametrize("script", ["convert.py", "python/plan.py", "python/eval/report.py", "bench/peers.py"])

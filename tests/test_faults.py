@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -425,6 +426,25 @@ def test_two_runs_on_one_session(model, tmp_path):
         first.kill()
     assert run_main(model, "-p", "x", "-n", "2", "--session", session).returncode == 0
     assert leftovers(tmp_path, "s.bin", "s.bin.old", "link.bin") == []
+
+
+def test_what_another_run_works_on_is_not_replaced(model, tmp_path):
+    """FILE.old, which a run is to keep its session's old text as."""
+    session, old = tmp_path / "s.bin", tmp_path / "s.bin.old"
+    for text in ("one two", "another text"):
+        assert run_main(model, "-p", text, "-n", "2", "--session", session).returncode == 0
+    shutil.copy(session, tmp_path / "copy")
+    endless = ("-n", "1000000", "--ignore-eos", "--cache-eviction", "--max-cache-size", "64", "--min-cache-size", "32")
+    shutil.copy(session, old)
+    with subprocess.Popen([MAIN, "-m", model, "-t", "1", "--session", str(old), *endless], stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL) as first:
+        first.stdout.read(8)
+        result = run_main(model, "-p", "a third", "-n", "2", "--session", session)
+        assert result.returncode == 1 and "another run is at work on it" in error_of(result)
+        first.kill()
+    assert session.read_bytes() == (tmp_path / "copy").read_bytes()
+    assert run_main(model, "-p", "a third", "-n", "2", "--session", session).returncode == 0
+    assert old.read_bytes() == (tmp_path / "copy").read_bytes()
 
 
 def test_two_batches_into_one_file(model, tmp_path):

@@ -263,6 +263,11 @@ def test_template_that_drops_thinking(tmp_path):
     assert computed - first <= 4 * 24, computed
     log, computed = chat_of(tmp_path, plain, 5, *flags)
     assert b"rewrote" not in log and computed - first <= 4 * 16
+    # what is rewritten between two runs is no other text
+    session = tmp_path / "s.bin"
+    for i in range(3):
+        log = chat_of(tmp_path, thinking, 1, *flags, "--session", str(session))[0]
+        assert (b"rewrote" in log) == (i > 0) and b"parts from the saved one" not in log and not (tmp_path / "s.bin.old").exists()
     # where something was evicted since, a snapshot leads back to the end of what was read before the reply
     log, computed = chat_of(tmp_path, thinking, 5, *flags, "--cache-eviction", "--max-cache-size", "48", "--min-cache-size", "16")
     assert len(re.findall(rb"session: rewound to token \d+ of \d+ by a snapshot, \d+ tokens reused", log)) >= 3, log

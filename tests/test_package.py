@@ -2,12 +2,15 @@
 
 DT_PREFIX names the folder that `cmake --install` of a tree with -DDT_SHARED=ON filled; without it all of this is skipped.
 """
+import copy
 import ctypes
 import gc
 import glob
 import json
 import os
+import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -293,6 +296,31 @@ def test_python_refuses_other_kinds(deeptutor):
         with pytest.raises(ValueError, match=sentence):
             call()
     assert session.tokens == [1, 2]
+
+
+def test_python_neither_copies_nor_forks(deeptutor):
+    """A copy would free the library's object again; a child has none of its threads."""
+    model = deeptutor.Model(MODEL)
+    session, draft = deeptutor.Session(model, threads=2), deeptutor.Draft()
+    for thing in (model, session, draft):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="can't be copied or pickled; make another one"):
+                copied(thing)
+    with pytest.raises(AttributeError):
+        session.model = None
+    session.sync([1, 2, 3])
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            session.sync([1, 2, 3, 4])
+        except deeptutor.Error as error:
+            own = deeptutor.Session(model, threads=2)
+            own.sync([1, 2, 3])
+            os._exit(0 if "forked" in str(error) and own.tokens == [1, 2, 3] else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    session.sync([1, 2, 3, 4])
 
 
 def test_python_takes_a_schema_as_a_dict(deeptutor):

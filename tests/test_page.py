@@ -214,6 +214,8 @@ MARKDOWN = [
     ("> q\n> r", "<blockquote><p>q<br>r</p></blockquote>"),
     ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
     ("[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"),
+    (">" * 5000, None),
+    ("1. " * 5000, None),
     ("2*3*4 a_b_c **", "<p>2*3*4 a_b_c **</p>"),
     ("see https://a.example/b_(c).", None),
     ("", ""),

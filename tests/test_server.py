@@ -170,13 +170,16 @@ def test_echo(server):
 
 def test_streamed_echo(server):
     """The pieces' logprobs and offsets, put together, are those that come at once."""
-    for prompt in ("Seven wizards", [5, 6, 7, 8]):
+    for prompt in ("Seven wizards", "\u6f22\u5b57 \u00e9 ok", [5, 6, 7, 8]):
         body = dict(prompt=prompt, max_tokens=6, echo=True, logprobs=1)
         whole = server.complete(**body)["choices"][0]
         pieces = [piece["choices"][0] for piece in server.stream("/v1/completions", **body)]
         assert "".join(piece["text"] for piece in pieces) == whole["text"]
         for name in ("tokens", "text_offset"):
             assert sum((piece["logprobs"][name] for piece in pieces), []) == whole["logprobs"][name], name
+        for token, offset in zip(whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"]):  # in characters
+            assert whole["text"][offset:].startswith(token) or not token.isascii() or token.startswith(("<", "bytes:")), (token, offset)
+            assert offset < len(whole["text"]) or token.startswith("<")
 
 
 def test_no_tokens_of_several_replies(server):
@@ -867,12 +870,29 @@ def test_key_and_body(model, tmp_path):
         assert server.ask("/v1/models", headers=good)[0] == 200
         assert server.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=good)[0] == 200
         assert server.ask("/v1/completions", {"prompt": "x" * 30000}, headers=good)[0] == 413
+        assert server.ask("/v1/models", headers={"Authorization": "bearer s3cret"})[0] == 200
+        for length in (2**63 - 2, 2**63, 2**64 - 2):  # however many digits
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as peer:
+                peer.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer s3cret\r\nContent-Length: %d\r\n\r\n" % length)
+                assert peer.recv(100).startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as peer:  # a body without end is not read for ever
+            peer.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer s3cret\r\nTransfer-Encoding: chunked\r\n\r\n")
+            with pytest.raises(OSError):
+                for _ in range(200):
+                    peer.sendall(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
+        assert server.ask("/health")[0] == 200
+    key.write_bytes(b"ab\0cd\n")
+    result = subprocess.run([SERVER, "-m", model, "--api-key-file", str(key)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "NUL" in result.stderr
 
 
 @pytest.mark.parametrize("flags,word", [
     (("--port", "99999"), "--port"), (("--port", "-1"), "--port"), (("-np", "0"), "-np"), (("--api-key", ""), "--api-key"),
     (("--host", "no such host"), "--host"), (("--kv-memory", "x"), "--kv-memory"), (("--nonesuch",), "--nonesuch"),
-    (("--prefill", "streaming"), "--cache-eviction"), (("--kv-memory", "20K"), "--kv-memory")])
+    (("--prefill", "streaming"), "--cache-eviction"), (("--kv-memory", "20K"), "--kv-memory"),
+    # what no request could be answered with
+    (("--grammar", "x"), "grammar"), (("-j", "{"), "JSON schema"), (("--chat-template", "nosuch"), "chat template"),
+    (("--chat-template", "{%"), "chat template"), (("--alias", ""), "--alias")])
 def test_bad_usage(model, flags, word):
     result = subprocess.run([SERVER, "-m", model, *flags], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith("error: ") and word in result.stderr

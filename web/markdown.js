@@ -7,15 +7,18 @@ function element(name, ...children) {
   return made;
 }
 
+// A model that repeats itself nests marks without end; below this depth they stay text.
+const deepest = 40;
+
 // Code first, since nothing inside it means anything; then links, then bold before italic.
 const spans = [
   [/(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)/, (m) => element("code", m[2].replace(/^ (.*) $/, "$1"))],
-  [/\[([^\]\n]+)\]\((https?:\/\/[^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)\)/, (m) => link(m[2], inline(m[1]))],
+  [/\[([^\]\n]+)\]\((https?:\/\/[^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)\)/, (m, depth) => link(m[2], inline(m[1], depth))],
   [/https?:\/\/[^\s<>()"'`\]]*[^\s<>()"'`\].,;:!?]/, (m) => link(m[0], [m[0]])],
-  [/\*\*(?=\S)([\s\S]*?\S)\*\*/, (m) => element("strong", ...inline(m[1]))],
-  [/(?<![\w*])\*(?=[^\s*])([^*\n]*?[^\s*])\*(?![\w*])/, (m) => element("em", ...inline(m[1]))],
-  [/(?<!\w)_(?=[^\s_])([^_\n]*?[^\s_])_(?!\w)/, (m) => element("em", ...inline(m[1]))],
-  [/~~(?=\S)([\s\S]*?\S)~~/, (m) => element("del", ...inline(m[1]))],
+  [/\*\*(?=\S)([\s\S]*?\S)\*\*/, (m, depth) => element("strong", ...inline(m[1], depth))],
+  [/(?<![\w*])\*(?=[^\s*])([^*\n]*?[^\s*])\*(?![\w*])/, (m, depth) => element("em", ...inline(m[1], depth))],
+  [/(?<!\w)_(?=[^\s_])([^_\n]*?[^\s_])_(?!\w)/, (m, depth) => element("em", ...inline(m[1], depth))],
+  [/~~(?=\S)([\s\S]*?\S)~~/, (m, depth) => element("del", ...inline(m[1], depth))],
 ];
 
 function link(address, children) {
@@ -26,9 +29,9 @@ function link(address, children) {
   return made;
 }
 
-function inline(text) {
+function inline(text, depth = 0) {
   const out = [];
-  while (text) {
+  while (text && depth < deepest) {
     let first = null, make = null;
     for (const [pattern, builder] of spans) {
       const found = pattern.exec(text);
@@ -36,7 +39,7 @@ function inline(text) {
     }
     if (!first) break;
     if (first.index > 0) out.push(text.slice(0, first.index));
-    out.push(make(first));
+    out.push(make(first, depth + 1));
     text = text.slice(first.index + first[0].length);
   }
   if (text) out.push(text);
@@ -73,16 +76,16 @@ function table(lines) {
 }
 
 // Items of one list: a line that begins with a mark at this depth starts one, what is indented under it belongs to it.
-function list(lines) {
+function list(lines, depth) {
   const ordered = /\d/.test(bullet.exec(lines[0])[2]);
   const made = element(ordered ? "ol" : "ul");
   if (ordered) made.start = parseInt(bullet.exec(lines[0])[2], 10);
-  const depth = bullet.exec(lines[0])[1].length;
+  const indent = bullet.exec(lines[0])[1].length;
   let item = null;
-  const close = () => { if (item) made.append(element("li", ...blocks(item, true))); };
+  const close = () => { if (item) made.append(element("li", ...blocks(item, depth, true))); };
   for (const line of lines) {
     const found = bullet.exec(line);
-    if (found && found[1].length <= depth + 1) {
+    if (found && found[1].length <= indent + 1) {
       close();
       item = [found[3]];
     } else {
@@ -99,7 +102,8 @@ function takeWhile(lines, from, test) {
   return to;
 }
 
-function blocks(lines, tight = false) {
+function blocks(lines, depth = 0, tight = false) {
+  if (depth >= deepest) return [element("p", lines.join("\n"))];
   const out = [];
   for (let i = 0; i < lines.length;) {
     const line = lines[i];
@@ -119,7 +123,7 @@ function blocks(lines, tight = false) {
       i++;
     } else if (quote.test(line)) {
       to = takeWhile(lines, i, (l) => quote.test(l));
-      out.push(element("blockquote", ...blocks(lines.slice(i, to).map((l) => quote.exec(l)[1]))));
+      out.push(element("blockquote", ...blocks(lines.slice(i, to).map((l) => quote.exec(l)[1]), depth + 1)));
       i = to;
     } else if (bullet.test(line)) {
       const ordered = /\d/.test(bullet.exec(line)[2]);
@@ -129,7 +133,7 @@ function blocks(lines, tight = false) {
         return /^\s+\S/.test(l) || (!l.trim() && at + 1 < lines.length && /^(\s+\S)/.test(lines[at + 1])) ||
           (!l.trim() && at + 1 < lines.length && bullet.test(lines[at + 1]) && /\d/.test(bullet.exec(lines[at + 1])[2]) === ordered);
       });
-      out.push(list(lines.slice(i, to)));
+      out.push(list(lines.slice(i, to), depth + 1));
       i = to;
     } else if (line.includes("|") && i + 1 < lines.length && tableRule.test(lines[i + 1]) && lines[i + 1].includes("-")) {
       to = takeWhile(lines, i, (l) => l.includes("|"));

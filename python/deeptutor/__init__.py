@@ -8,13 +8,14 @@
     print(session.stats["kv_bytes"])
 
 A session keeps what was computed: a prompt that goes on from the one before costs only what is new. Errors are `Error`, with the
-library's own sentence. A session is used by one thread at a time; a model may be shared.
+library's own sentence. A session is used by one thread at a time, in the process that made it; a model may be shared.
 """
 import atexit
 import codecs
 import contextlib
 import ctypes
 import json
+import os
 import threading
 import weakref
 
@@ -57,7 +58,14 @@ def _json(what, value):
         raise kind(f"{what} can't be written as JSON: {error}") from None
 
 
-class Model:
+class _Own:
+    """Something of the library's, which this object frees: a copy would free it again."""
+
+    def __reduce_ex__(self, _):
+        raise TypeError(f"a {type(self).__name__} can't be copied or pickled; make another one")
+
+
+class Model(_Own):
     """Weights and tokenizer of a GGUF file."""
 
     def __init__(self, path, no_mmap=False, device=None, n_device_layers=0, device_split=None, rpc_timeout_s=0):
@@ -112,7 +120,7 @@ class Model:
         return text
 
 
-class _Sampler:
+class _Sampler(_Own):
     def __init__(self, model, **settings):
         params = lib.dt_sampler_default_params()
         if settings.get("seed") == -1:  # another one each time, as for the programs
@@ -137,13 +145,21 @@ class _Sampler:
             self.handle = None
 
 
-class _Used:
+class _Used(_Own):
     """What a reply works on, from its first token until its generator ends: nobody else changes it meanwhile."""
 
     _busy = False
     _ending = None  # a thread in which the library is about to leave it
 
+    def __new__(cls, *_, **__):
+        made = super().__new__(cls)
+        made._process = os.getpid()
+        return made
+
     def _claim(self):
+        if self._process != os.getpid():  # its threads stayed there: who waits for them waits for ever
+            raise Error("DT_ERR_ARGUMENT", "this was made in the process that forked this one; make another one here, or let "
+                                           'multiprocessing start new processes (its method "spawn")')
         if self._busy:
             raise Error("DT_ERR_ARGUMENT", self._refusal)
         if self._ending:
@@ -246,7 +262,7 @@ class Session(_Used):
 
     def __init__(self, model, n_ctx=0, n_batch=0, threads=0, kv_type="f16", prefill="full", eviction=None, max_cache_size=0,
                  min_cache_size=-1, kv_memory=0):
-        self.model = _model("model", model)
+        self._model = _model("model", model)  # must outlive the session
         self.last_sync = None
         self.seed = None
         self._handle = ctypes.c_void_p()
@@ -267,6 +283,10 @@ class Session(_Used):
         if getattr(self, "_handle", None):
             lib.dt_session_free(self._handle)
             self._handle = None
+
+    @property
+    def model(self):
+        return self._model
 
     def _eviction(self, eviction, max_cache_size, min_cache_size):
         if eviction is None:

@@ -290,34 +290,76 @@ static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *leng
     return bytes;
 }
 
-uint64_t dt_kv_plan_excess(const dt_session *session, int32_t *lengths, dt_kv_slots_held slots) {
+static uint64_t excess_of(const dt_session *session, plan *p, const dt_kv_held *held) {
     const dt_hparams *hp = &session->model->decoder->hp;
+    int32_t n_lanes = 0;
+    for (int32_t i = 0; i < hp->n_layers; i++) {
+        n_lanes += hp->n_kv_heads[i];
+    }
+    assert(n_lanes > 0);
+    int32_t *lengths = malloc((size_t)n_lanes * sizeof *lengths);
+    if (lengths == NULL) {
+        return UINT64_MAX;
+    }
+    const int32_t n_batch = p->params->n_batch;
+    const int64_t chunk = held->to_come >= 0 ? DT_MIN(held->to_come, (int64_t)n_batch) : n_batch;
+    int64_t planned = 0, wanted = 0; /* of layers that share a budget */
+    bool exceeds = false;
+    for (int32_t i = 0, lane = 0; i < hp->n_layers; i++) {
+        const int32_t n_more = DT_MAX(held->most_slots - p->budgets[i].memory_slots, 0); /* until the first round merges them */
+        int64_t n = 0;
+        for (int32_t j = 0; j < hp->n_kv_heads[i]; j++, lane++) {
+            lengths[lane] = (int32_t)DT_MIN(held->entries[lane] + chunk, (int64_t)session->max_tokens) + p->repeated;
+            n += lengths[lane];
+            if (held->has_bias) { /* the biases stay while lanes grow */
+                lengths[lane] = DT_MAX(lengths[lane], p->longest[i] + n_more);
+            }
+        }
+        const int64_t most = (int64_t)p->longest[i] * hp->n_kv_heads[i];
+        const bool shares = p->total > 0 && p->budgets[i].policy != NULL;
+        planned += shares ? most : 0;
+        wanted += shares ? n : 0;
+        exceeds = exceeds || (!shares && n > most) || n_more > 0 || (held->has_bias && p->budgets[i].memory_slots == 0);
+    }
+    const uint64_t bytes = exceeds || wanted > planned ? bound_of(session, p, lengths, held->has_bias) : 0;
+    free(lengths);
+    return bytes;
+}
+
+uint64_t dt_kv_plan_excess(const dt_session *session, const dt_kv_held *held) {
     dt_session_params params = session->params;
     plan p;
-    uint64_t bytes = UINT64_MAX;
-    if (plan_of(session, &params, &p)) {
-        int64_t planned = 0, wanted = 0; /* of layers that share a budget */
-        bool exceeds = false;
-        for (int32_t i = 0, lane = 0; i < hp->n_layers; i++) {
-            const int32_t n_more = DT_MAX(slots.most - p.budgets[i].memory_slots, 0); /* until the first round merges them */
-            int64_t n = 0;
-            for (int32_t j = 0; j < hp->n_kv_heads[i]; j++, lane++) {
-                lengths[lane] += p.repeated;
-                n += lengths[lane];
-                if (slots.has_bias) { /* the biases stay while lanes grow */
-                    lengths[lane] = DT_MAX(lengths[lane], p.longest[i] + n_more);
-                }
-            }
-            const int64_t most = (int64_t)p.longest[i] * hp->n_kv_heads[i];
-            const bool shares = p.total > 0 && p.budgets[i].policy != NULL;
-            planned += shares ? most : 0;
-            wanted += shares ? n : 0;
-            exceeds = exceeds || (!shares && n > most) || n_more > 0 || (slots.has_bias && p.budgets[i].memory_slots == 0);
-        }
-        bytes = exceeds || wanted > planned ? bound_of(session, &p, lengths, slots.has_bias) : 0;
-    }
+    const uint64_t bytes = plan_of(session, &params, &p) ? excess_of(session, &p, held) : UINT64_MAX;
     free_plan(&p);
     return bytes;
+}
+
+uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held) {
+    const dt_kv_asked *asked = &session->asked;
+    const int32_t n_layers = session->model->info.n_layers;
+    plan p = {.model = session->model, .configured = asked->budgets, .configured_total = asked->total_cache_size};
+    p.budgets = calloc((size_t)n_layers, sizeof *p.budgets);
+    p.longest = calloc((size_t)n_layers, sizeof *p.longest);
+    const bool can = p.budgets != NULL && p.longest != NULL;
+    uint64_t limit = session->params.kv_memory, needed = can ? dt_kv_plan_excess(session, held) : UINT64_MAX;
+    while (needed != UINT64_MAX && needed > limit) { /* each time with a larger one, until everything that was asked for fits */
+        limit = (needed + 1023) / 1024 * 1024;
+        dt_session_params params = session->params;
+        params.n_batch = asked->n_batch;
+        params.kv_type = asked->kv_type;
+        params.prefill = asked->prefill;
+        params.kv_memory = limit;
+        p.params = &params;
+        p.total = p.configured_total;
+        bool evicts = false;
+        for (int32_t i = 0; i < n_layers; i++) {
+            p.budgets[i] = asked->budgets[i];
+            evicts = evicts || (p.budgets[i].policy != NULL && params.evict == DT_EVICT_ALWAYS);
+        }
+        needed = choose(&p, evicts) ? excess_of(session, &p, held) : p.failed ? UINT64_MAX : p.bytes;
+    }
+    free_plan(&p);
+    return needed == UINT64_MAX ? UINT64_MAX : limit;
 }
 
 uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {

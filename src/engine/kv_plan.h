@@ -17,15 +17,27 @@ dt_kv_layer_params *dt_kv_plan_layers(const dt_model *model, const dt_session_pa
  * and n_batch above 0. *most: bytes that the cache takes at most. */
 dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_budget *budgets, int32_t *total_cache_size,
                          uint64_t *most, dt_error *error);
-/* Memory slots of a cache that was saved: the most that a lane has; lanes that had any keep a row of biases. */
-typedef struct dt_kv_slots_held {
-    int32_t most;
-    bool has_bias;
-} dt_kv_slots_held;
+/* What a session was asked for before that was fitted into its kv_memory. */
+typedef struct dt_kv_asked {
+    int32_t n_batch, total_cache_size;
+    dt_kv_type kv_type;
+    dt_prefill prefill;
+    dt_budget *budgets; /* [n_layers], lists and weights left out */
+} dt_kv_asked;
 
-/* The most that the session's cache comes to when lanes of these lengths are loaded, those of a layer one after the other; 0 where
- * that is no more than was planned for, UINT64_MAX when out of memory. lengths: with what is appended before the next round, but for
- * what reconstruct repeats, which is added. */
-uint64_t dt_kv_plan_excess(const dt_session *session, int32_t *lengths, dt_kv_slots_held slots);
+/* A cache that was saved, before anything of it is evicted. */
+typedef struct dt_kv_held {
+    const int32_t *entries; /* of each lane, those of a layer one after the other */
+    int64_t to_come;        /* tokens that this run adds; -1: as many as it likes */
+    int32_t most_slots;     /* the most memory slots that a lane has */
+    bool has_bias;          /* lanes that had any keep a row of biases */
+} dt_kv_held;
+
+/* The most that the session's cache comes to when that is loaded and a chunk is read behind it; 0 where it is no more than was planned
+ * for, UINT64_MAX when out of memory. */
+uint64_t dt_kv_plan_excess(const dt_session *session, const dt_kv_held *held);
+/* A kv_memory, in whole KiB, with which a session that was asked for the same would have room for it: more leaves room for larger
+ * chunks and budgets too, which then have to fit beside it. UINT64_MAX when out of memory. */
+uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held);
 
 #endif

@@ -40,8 +40,7 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     }
     p->n_ctx = p->n_ctx > 0 ? p->n_ctx : info->n_ctx_train;
     p->n_batch = DT_MIN(p->n_batch > 0 ? p->n_batch : DEFAULT_BATCH, p->n_ctx);
-    s->asked_batch = p->n_batch;
-    s->asked_kv_type = p->kv_type;
+    s->asked = (dt_kv_asked){.n_batch = p->n_batch, .kv_type = p->kv_type, .prefill = p->prefill};
     p->kv_block_tokens = p->kv_block_tokens > 0 ? p->kv_block_tokens : DEFAULT_BLOCK;
     p->n_snapshots = p->n_snapshots == 0 && !p->group ? DEFAULT_SNAPSHOTS : DT_MIN(p->n_snapshots, DT_MAX_SNAPSHOTS);
     if (p->kv_block_tokens % DT_KV_GROUP != 0) {
@@ -158,6 +157,21 @@ static void bound_lanes(const dt_session *s, dt_budget *budgets, int32_t total) 
     }
 }
 
+static dt_status keep_asked(dt_session *s, const dt_budget *budgets, int32_t total, dt_error *error) {
+    const size_t n = (size_t)s->model->info.n_layers;
+    s->asked.total_cache_size = total;
+    s->asked.budgets = malloc(n * sizeof *budgets);
+    if (s->asked.budgets == NULL) {
+        return dt_fail_memory(error, n * sizeof *budgets, "the session");
+    }
+    for (size_t i = 0; i < n; i++) {
+        s->asked.budgets[i] = budgets[i];
+        s->asked.budgets[i].lane_max = NULL;
+        s->asked.budgets[i].weights = NULL;
+    }
+    return DT_OK;
+}
+
 /* The cache, after settings and budgets were fitted into the memory that was granted. */
 static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *error) {
     const int32_t n_layers = s->model->info.n_layers;
@@ -173,7 +187,10 @@ static dt_status make_cache(dt_session *s, const dt_session *from, dt_error *err
     bound_lanes(s, budgets, total);
     s->weights = dt_score_weights_share(eviction ? eviction->weights : NULL);
     s->params.eviction = NULL; /* the caller may free it after this */
-    dt_status status = from ? DT_OK : dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
+    dt_status status = keep_asked(s, budgets, total, error);
+    if (status == DT_OK && !from) {
+        status = dt_kv_plan_fit(s->model, &s->params, budgets, &total, &s->kv_most, error);
+    }
     if (status == DT_OK) {
         status = from ? dt_kv_fork(from->kv, &s->kv, error) : new_cache(s, budgets, error);
     }
@@ -259,6 +276,7 @@ void dt_session_free(dt_session *session) {
     } else if (session->group) {
         session->group->n_sessions--;
     }
+    free(session->asked.budgets);
     free(session->observe_layer);
     dt_memory_free(&session->work_memory, session->tokens, token_bytes(session));
     free(session->own_logits);

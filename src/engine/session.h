@@ -6,6 +6,7 @@
 
 #include "engine/group.h"
 #include "engine/eviction_config.h"
+#include "engine/kv_plan.h"
 
 /* Tokens that are rather computed again than left with the scores of a text that was taken back. */
 #define DT_REPLAYED_TOKENS 64
@@ -48,9 +49,8 @@ struct dt_session {
     float *own_logits; /* [V] where they are not the graph's: in a shared group, of a fork, a loaded session, after a repetition */
     dt_snapshot snapshots[DT_MAX_SNAPSHOTS]; /* [n_snapshots], oldest and shortest first */
     int32_t n_snapshots;
-    uint64_t kv_most;    /* what the cache was said to take at most */
-    int32_t asked_batch; /* n_batch and kv_type before they were fitted into kv_memory */
-    dt_kv_type asked_kv_type;
+    uint64_t kv_most; /* what the cache was said to take at most */
+    dt_kv_asked asked;
     void *note; /* the application's, saved with the session */
     size_t note_bytes;
     dt_score_weights *weights; /* that the budgets refer to, or NULL */

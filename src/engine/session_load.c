@@ -120,7 +120,7 @@ static dt_status check_header(const reader *r) {
                        r->path, n > 0 ? ": " : "", n, h->model_name);
     }
     if (h->type_k != type_k || h->type_v != type_k) {
-        if (s->params.kv_type != s->asked_kv_type) {
+        if (s->params.kv_type != s->asked.kv_type) {
             return dt_fail(
                 r->error, DT_ERR_ARGUMENT,
                 "%s holds keys and values as %s, and this run's are %s to fit into its memory; give a larger --kv-memory", r->path,
@@ -319,39 +319,31 @@ static int32_t count_slots(const lane_part *part) {
     return n;
 }
 
-/* What a cache takes at most that holds all lanes of the file and a chunk behind them, which is the case before anything of it is
- * evicted; 0: no more than was planned for. */
-static uint64_t weigh(const dt_session *s, const lane_parts *all, uint32_t n_tokens, int32_t n_batch) {
-    const int64_t to_come = s->params.n_expected > 0 ? DT_MAX(s->params.n_expected - (int64_t)n_tokens, 0) : n_batch;
-    const int64_t chunk = DT_MIN(to_come, (int64_t)n_batch);
-    int32_t *lengths = malloc((size_t)all->n * sizeof *lengths);
-    dt_kv_slots_held slots = {.has_bias = false};
-    for (int32_t i = 0; lengths != NULL && i < all->n; i++) {
-        lengths[i] = (int32_t)DT_MIN(all->parts[i].head.n_entries + chunk, (int64_t)s->max_tokens);
-        slots.has_bias = slots.has_bias || is_in_file(&all->parts[i].head, DT_KV_BIAS);
-        slots.most = DT_MAX(slots.most, slots.has_bias ? count_slots(&all->parts[i]) : 0);
-    }
-    const uint64_t most = lengths != NULL ? dt_kv_plan_excess(s, lengths, slots) : UINT64_MAX;
-    free(lengths);
-    return most;
-}
-
 /* Settings were fitted into the memory for a conversation that begins here; one that is longer already shows only now. */
 static dt_status check_limit(reader *r, const lane_parts *all) {
     const dt_session *s = r->session;
-    r->most = weigh(s, all, r->header.n_tokens, s->params.n_batch);
-    if (r->most == UINT64_MAX) {
-        return dt_fail_memory(r->error, (size_t)all->n * sizeof(int32_t), "loading the session");
+    const int64_t n_tokens = r->header.n_tokens, n_expected = s->params.n_expected;
+    int32_t *entries = malloc((size_t)all->n * sizeof *entries);
+    dt_kv_held held = {.entries = entries, .to_come = n_expected > 0 ? DT_MAX(n_expected - n_tokens, (int64_t)0) : -1};
+    for (int32_t i = 0; entries != NULL && i < all->n; i++) {
+        entries[i] = (int32_t)all->parts[i].head.n_entries;
+        held.has_bias = held.has_bias || is_in_file(&all->parts[i].head, DT_KV_BIAS);
+        held.most_slots = DT_MAX(held.most_slots, held.has_bias ? count_slots(&all->parts[i]) : 0);
     }
-    if (s->params.kv_memory == 0 || r->most <= s->params.kv_memory) {
+    r->most = entries != NULL ? dt_kv_plan_excess(s, &held) : UINT64_MAX;
+    const bool fits = r->most != UINT64_MAX && (s->params.kv_memory == 0 || r->most <= s->params.kv_memory);
+    const uint64_t works = fits || entries == NULL ? 0 : dt_kv_plan_limit(s, &held);
+    free(entries);
+    if (fits) {
         return DT_OK;
     }
-    const uint64_t needed =
-        DT_MAX(r->most, weigh(s, all, r->header.n_tokens, s->asked_batch)); /* with more, chunks may be larger */
+    if (r->most == UINT64_MAX || works == UINT64_MAX) {
+        return dt_fail_memory(r->error, (size_t)all->n * sizeof *entries, "loading the session");
+    }
     return dt_fail(r->error, DT_ERR_LIMIT,
                    "%s is too little for what %s holds, which is loaded whole before anything is evicted: give "
                    "--kv-memory %lluK or more",
-                   dt_size_of(s->params.kv_memory).text, r->path, (unsigned long long)(needed + 1023) / 1024);
+                   dt_size_of(s->params.kv_memory).text, r->path, (unsigned long long)works / 1024);
 }
 
 /* Checks the lane and puts its columns, in file order, into the cache. */
