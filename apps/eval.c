@@ -546,7 +546,8 @@ static int measure(void *user) {
     if (status == DT_OK) {
         return e.rejected ? EXIT_REJECTED : 0;
     }
-    const bool of_the_text = status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG; /* found out when it is read */
+    const bool of_the_text =
+        status == DT_ERR_ARGUMENT || status == DT_ERR_CONFIG || status == DT_ERR_LIMIT; /* found out when it is read */
     return dt_report_failure(&error, !e.unopened && (!e.measuring || of_the_text));
 }
 

@@ -96,7 +96,9 @@ def test_parallel_shares_one_limit(model):
     needed = json.loads(bench(*common).stdout)["rows"][-1]["kv_bytes"]
     assert bench(*common, "--kv-memory", str(3 * needed)).returncode == 0
     failed = bench(*common, "--kv-memory", str(needed // 2))
-    assert failed.returncode == 2 and failed.stdout == "", failed
+    assert failed.returncode == 1 and failed.stdout == "", failed
+    alone = bench(*common[:-4], "-o", "json", "--kv-memory", str(needed // 10))  # one that can't be
+    assert alone.returncode == 2 and "is too little" in alone.stderr, alone
 
 
 def test_table_that_cant_be_written(model):
