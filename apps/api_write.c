@@ -20,6 +20,9 @@ static char *dump(json_t *json) {
     return text;
 }
 
+#define HEAD_BYTES 3      /* that a character may lack */
+#define FARTHEST_TOKEN 32 /* bytes of a prompt that its tokens may lack in one place */
+
 /* ---- characters ---------------------------------------------------------------------------------- */
 
 typedef struct place { /* in a text as answers show it: what is no UTF-8 is a character a byte (dt_repair_utf8) */
@@ -46,7 +49,9 @@ typedef struct delta { /* of a choice: what came after what was taken before */
     char *text;
     size_t n_text;
     dt_record *records;
-    size_t *offsets; /* [n_records] characters of the reply before each */
+    size_t *offsets;       /* [n_records] characters of the reply before each */
+    char head[HEAD_BYTES]; /* the reply's first bytes */
+    size_t n_head;
     dt_top *tops;
     size_t n_records;
     dt_finish finish;
@@ -89,6 +94,9 @@ static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_
     }
     if (n * n_top > 0) {
         memcpy(out->tops, c->tops + records_from * n_top, n * n_top * sizeof *out->tops);
+    }
+    for (; out->n_head < HEAD_BYTES && out->n_head < c->n_safe; out->n_head++) {
+        out->head[out->n_head] = c->text[out->n_head];
     }
     place p = {0};
     for (size_t i = 0; i < n; i++) {
@@ -175,22 +183,55 @@ static void add_completion_record(const dt_api *api, completion_logprobs *to, co
     dt_json_append(&to->tops, object);
 }
 
+/* Where the token's text lies in the prompt's, from *at on, which goes behind it. The tokenizer may have added a start token or a space,
+ * or write some text otherwise. */
+static size_t find_token(const dt_api *api, int32_t token, const char *text, size_t n, size_t *at) {
+    char bytes[256];
+    const size_t n_bytes = bytes_of(api, token, bytes, sizeof bytes), left = n - *at;
+    const bool special = dt_token_bytes(api->model, token, false, NULL, 0) == 0;
+    const bool added = n_bytes > 1 && bytes[0] == ' ' && n_bytes - 1 <= left && memcmp(text + *at, bytes + 1, n_bytes - 1) == 0;
+    for (size_t skip = 0; n_bytes > 0 && skip <= (special ? 0 : FARTHEST_TOKEN) && skip + n_bytes <= left; skip++) {
+        if (memcmp(text + *at + skip, bytes, n_bytes) == 0 && (skip == 0 || !added)) {
+            *at += skip + n_bytes;
+            return *at - n_bytes;
+        }
+    }
+    const size_t begin = *at;
+    *at += added ? n_bytes - 1 : 0;
+    return begin;
+}
+
+/* Bytes at the reply's front that complete the last character of the prompt. */
+static size_t completing(const char *prompt, size_t n_prompt, size_t n_whole, const delta *d) {
+    char joint[8];
+    bool open;
+    const size_t n_open = n_prompt - n_whole;
+    if (n_open == 0 || n_open + d->n_head > sizeof joint) {
+        return 0;
+    }
+    memcpy(joint, prompt + n_whole, n_open);
+    memcpy(joint + n_open, d->head, d->n_head);
+    const size_t bytes = dt_character_at(joint, n_open + d->n_head, &open);
+    return bytes > n_open ? bytes - n_open : 0;
+}
+
 /* prompt[n_prompt]: shown before the reply; with_prompt: its tokens too. Offsets count characters, as OpenAI's do. */
 static json_t *completion_logprobs_json(const dt_api *api, const dt_job *job, const delta *d, const char *prompt, size_t n_prompt,
                                         bool with_prompt) {
     completion_logprobs to = {json_array(), json_array(), json_array(), json_array()};
     const size_t n_top = (size_t)job->n_top;
     size_t at = 0;
-    place p = {0};
+    place p = {0}, whole = {0};
+    const size_t n_whole = dt_whole_characters(prompt, n_prompt), joint = completing(prompt, n_prompt, n_whole, d);
+    const size_t n_before = joint > 0 ? go_to(&whole, prompt, n_whole, n_whole) : go_to(&whole, prompt, n_prompt, n_prompt);
     for (size_t i = 0; with_prompt && i < job->n_prompt_records; i++) {
-        char bytes[256];
         const dt_top *tops = n_top > 0 ? job->prompt_tops + i * n_top : NULL;
-        add_completion_record(api, &to, &job->prompt_records[i], tops, job->n_top, go_to(&p, prompt, n_prompt, at));
-        at += bytes_of(api, job->prompt_records[i].token, bytes, sizeof bytes);
+        const size_t begin = go_to(&p, prompt, n_prompt, find_token(api, job->prompt_records[i].token, prompt, n_prompt, &at));
+        add_completion_record(api, &to, &job->prompt_records[i], tops, job->n_top, begin < n_before ? begin : n_before);
     }
-    const size_t n_before = go_to(&p, prompt, n_prompt, n_prompt);
     for (size_t i = 0; i < d->n_records; i++) {
-        add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, n_before + d->offsets[i]);
+        const size_t begin = d->offsets[i], own = joint == 0 ? begin : begin < joint ? 0 : begin - joint + 1;
+        add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, n_before + own);
     }
     return json_pack("{s:o,s:o,s:o,s:o}", "tokens", to.tokens, "token_logprobs", to.logprobs, "top_logprobs", to.tops,
                      "text_offset", to.offsets);

@@ -226,9 +226,13 @@ static const char *keep_as(const char *real, const char *old, const char *part) 
     if (dt_file_lock_take(old, &lock, &error) != DT_OK) {
         return "another run is at work on it";
     }
-    unlink(part); /* a killed run's */
+    struct stat left, ours;
+    if (lstat(part, &left) == 0 && stat(real, &ours) == 0 && left.st_ino == ours.st_ino && left.st_dev == ours.st_dev) {
+        unlink(part); /* a killed run's: the same file under another name */
+    }
     const bool linked = link(real, part) == 0;
-    const bool kept = linked ? rename(part, old) == 0 : rename(real, old) == 0; /* some file systems have no links */
+    const bool kept =
+        linked ? rename(part, old) == 0 : rename(real, old) == 0; /* some file systems have no links, and the name may be taken */
     const int reason = errno;
     if (linked) {
         unlink(part); /* rename leaves it where both names are the same file's already */

@@ -159,6 +159,27 @@ def test_a_full_context_is_never_cut_silently(model, tmp_path):
     assert f"TLC: layers 0-1 let go {n - stats['layers'][0]['length']} of {n} tokens" in log.stderr.decode()
 
 
+@pytest.mark.parametrize("saved,flags", [
+    (("--cache-eviction", "--max-cache-size", "222", "--memory-slots", "6"), ("--cache-eviction", "--max-cache-size", "254")),
+    (("--kv-type", "int8"), ("--cache-eviction", "--eviction-preset", "code", "--max-cache-size", "200"))], ids=["slots", "int8"])
+def test_the_memory_that_is_named_for_a_session_works(model, tmp_path, saved, flags):
+    """Under a larger limit the plan gives back chunks and budgets, which have to fit beside what is loaded."""
+    session, n_named = tmp_path / "s.bin", 0
+    assert run("-m", model, "-p", "abcdefgh " * 60, "-n", "2", "--temp", "0", "--session", str(session), *saved).returncode == 0
+    whole = session.read_bytes()
+    for limit in range(40, 400, 12):
+        result = run("-m", model, "--session", str(session), "-n", "200", "--temp", "0", *flags, "--kv-memory", f"{limit}K")
+        named = re.search(rb"loaded whole .* give --kv-memory (\d+)K or more(, and --kv-type int8)?", result.stderr)
+        assert session.read_bytes() == whole or result.returncode == 0, result
+        if named:
+            n_named += 1
+            more = ("--kv-memory", f"{int(named.group(1))}K", *(("--kv-type", "int8") if named.group(2) else ()))
+            again = run("-m", model, "--session", str(session), "-n", "200", "--temp", "0", *flags, *more)
+            assert again.returncode == 0, again.stderr
+        session.write_bytes(whole)
+    assert n_named > 0
+
+
 def test_odd_contexts(model):
     """Row 26."""
     assert_fails(run("-m", model, "-p", "abc", "-n", "1", "-c", "1"), 1, "context of 1")

@@ -320,9 +320,14 @@ def test_kept_without_links(tmp_path):
     flags = ("-n", "2", "--temp", "0", "--session", str(session))
     assert run_model("-p", TEXT, *flags).returncode == 0
     before = session.read_bytes()
-    (tmp_path / "s.bin.old.part").mkdir()  # what no link can be made as
+    (tmp_path / "s.bin.old.part").write_text("somebody's own")  # what no link can be made as
     log = run_model("-p", "Once upon a time", *flags).stderr.decode()
     assert f"it stays as {session}.old" in log and (tmp_path / "s.bin.old").read_bytes() == before != session.read_bytes()
+    assert (tmp_path / "s.bin.old.part").read_text() == "somebody's own"
+    (tmp_path / "s.bin.old.part").unlink()
+    os.link(session, tmp_path / "s.bin.old.part")  # a run's that was killed
+    assert run_model("-p", TEXT, *flags).returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["s.bin", "s.bin.old"]
 
 
 @needs_model

@@ -309,18 +309,25 @@ def test_python_neither_copies_nor_forks(deeptutor):
     with pytest.raises(AttributeError):
         session.model = None
     session.sync([1, 2, 3])
+    replies = [deeptutor.Session(model, threads=2).generate_tokens("A", n_predict=4, ignore_end=True, draft=draft)
+               for draft in (None, "lookup")]
+    for reply in replies:
+        next(reply)
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        try:
-            session.sync([1, 2, 3, 4])
-        except deeptutor.Error as error:
-            own = deeptutor.Session(model, threads=2)
-            own.sync([1, 2, 3])
-            os._exit(0 if "forked" in str(error) and own.tokens == [1, 2, 3] else 1)
-        os._exit(2)
+        refused = 0
+        for call in (lambda: session.sync([1, 2, 3, 4]), *(lambda reply=reply: next(reply) for reply in replies)):
+            try:
+                call()
+            except deeptutor.Error as error:
+                refused += "forked" in str(error)
+        own = deeptutor.Session(model, threads=2)
+        own.sync([1, 2, 3])
+        os._exit(0 if refused == 3 and own.tokens == [1, 2, 3] else 1)
     assert os.waitpid(child, 0)[1] == 0
     session.sync([1, 2, 3, 4])
+    assert [len(list(reply)) for reply in replies] == [3, 3]
 
 
 def test_python_takes_a_schema_as_a_dict(deeptutor):

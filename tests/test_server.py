@@ -182,6 +182,21 @@ def test_streamed_echo(server):
             assert offset < len(whole["text"]) or token.startswith("<")
 
 
+@pytest.mark.parametrize("vocabulary", [(), ("--bpe",)], ids=["spm", "bpe"])
+def test_offsets_of_an_echo(tmp_path, vocabulary):
+    """In characters of the text, whatever the tokenizer adds to it: a start token, a space in front."""
+    model = make_tiny(str(tmp_path / "tiny.gguf"), "--vocab", "600", *vocabulary)
+    with serving(model, tmp_path, *FLAGS) as server:
+        prompt = "hello \u00e9 x"
+        choice = server.complete(prompt=prompt, max_tokens=3, echo=True, logprobs=1, temperature=0)["choices"][0]
+        text, tokens, offsets = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        assert offsets == sorted(offsets) and offsets[-1] < len(text) and offsets[-3] == len(prompt)
+        for token, offset in list(zip(tokens, offsets))[:-3]:
+            found = text[offset:].startswith((token, token.lstrip(" ") or token))
+            assert found or (token == "<s>" and offset == 0) or (token.startswith("bytes:") and offset == 6), (tokens, offsets)
+        assert sum(token.startswith("bytes:") for token in tokens[:-3]) == 2
+
+
 def test_no_tokens_of_several_replies(server):
     body = dict(prompt="Seven wizards", max_tokens=0, n=3)
     whole = server.complete(**body)["choices"]

@@ -156,10 +156,13 @@ class _Used(_Own):
         made._process = os.getpid()
         return made
 
-    def _claim(self):
+    def _check_process(self):
         if self._process != os.getpid():  # its threads stayed there: who waits for them waits for ever
             raise Error("DT_ERR_ARGUMENT", "this was made in the process that forked this one; make another one here, or let "
                                            'multiprocessing start new processes (its method "spawn")')
+
+    def _claim(self):
+        self._check_process()
         if self._busy:
             raise Error("DT_ERR_ARGUMENT", self._refusal)
         if self._ending:
@@ -356,6 +359,7 @@ class Session(_Used):
             try:
                 while (token := reply.next()) is not None:
                     yield token
+                    self._check_process()
             finally:
                 reply.stop()
             return
@@ -367,6 +371,7 @@ class Session(_Used):
                 return
             n += 1
             yield token.value
+            self._check_process()
             stats = self.stats
             if n == n_predict or stats["n_tokens"] >= stats["n_ctx"]:
                 return  # the last token is not computed, as in dt_generate

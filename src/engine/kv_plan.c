@@ -346,7 +346,7 @@ uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held) {
         limit = (needed + 1023) / 1024 * 1024;
         dt_session_params params = session->params;
         params.n_batch = asked->n_batch;
-        params.kv_type = asked->kv_type;
+        params.kv_type = session->params.kv_type; /* that of the file */
         params.prefill = asked->prefill;
         params.kv_memory = limit;
         p.params = &params;

@@ -323,6 +323,7 @@ static int32_t count_slots(const lane_part *part) {
 static dt_status check_limit(reader *r, const lane_parts *all) {
     const dt_session *s = r->session;
     const int64_t n_tokens = r->header.n_tokens, n_expected = s->params.n_expected;
+    assert(all->n > 0);
     int32_t *entries = malloc((size_t)all->n * sizeof *entries);
     dt_kv_held held = {.entries = entries, .to_come = n_expected > 0 ? DT_MAX(n_expected - n_tokens, (int64_t)0) : -1};
     for (int32_t i = 0; entries != NULL && i < all->n; i++) {
@@ -342,8 +343,9 @@ static dt_status check_limit(reader *r, const lane_parts *all) {
     }
     return dt_fail(r->error, DT_ERR_LIMIT,
                    "%s is too little for what %s holds, which is loaded whole before anything is evicted: give "
-                   "--kv-memory %lluK or more",
-                   dt_size_of(s->params.kv_memory).text, r->path, (unsigned long long)works / 1024);
+                   "--kv-memory %lluK or more%s",
+                   dt_size_of(s->params.kv_memory).text, r->path, (unsigned long long)works / 1024,
+                   s->params.kv_type != s->asked.kv_type ? ", and --kv-type int8, which it is kept in" : "");
 }
 
 /* Checks the lane and puts its columns, in file order, into the cache. */
