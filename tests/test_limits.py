@@ -145,6 +145,7 @@ def test_a_full_context_is_never_cut_silently(model, tmp_path):
             assert_fails(refused, 1, str(lengths[n]), "64")
             works = int(re.search(rb"a max_cache_size of at most (\d+) lets", refused.stderr).group(1))
             assert run(*options, "--cache-eviction", "--max-cache-size", str(works)).returncode == 0
+            assert_fails(run(*options, "--cache-eviction", "--memory-slots", "0"), 1, "a max_cache_size of at most 32 lets")  # a preset's min is 512
             assert_fails(run(*options, "--cache-eviction", "--max-cache-size", str(works + 1)), 1, f"at most {works} ")
             longer = run(*options, "--cache-eviction", "--max-cache-size", "32", "--memory-slots", "0")  # leaves room for a chunk
             assert longer.returncode == 0 and b"too many for the context of 64 at once" in longer.stderr

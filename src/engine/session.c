@@ -590,7 +590,8 @@ static int64_t passing_budget(const dt_session *s) {
             window = DT_MAX(window, s->model->info.windows[i]);
         } else {
             slots = DT_MAX(slots, b->memory_slots);
-            least = DT_MAX(least, DT_MAX(b->sink_tokens + b->recent_window, b->min_cache_size));
+            /* a smaller size of its own takes a layer's recent_window and min_cache_size down with it */
+            least = DT_MAX(least, b->sink_tokens + (shares ? DT_MAX(b->recent_window, b->min_cache_size - b->sink_tokens) : 1));
             repeats = repeats || dt_policy_repeats(b->policy);
         }
     }
