@@ -48,8 +48,8 @@ char *dt_api_model_name(const char *path);
 bool dt_api_is_model(const dt_api *api, const char *name);
 /* What the key of default settings is: dt_api.eviction_key. free(). NULL: out of memory. */
 char *dt_api_eviction_key(const dt_eviction *eviction, const char *extra);
-/* Whether what requests get where they don't say it works: sampling (its grammar) and the chat template that was named. DT_ERR_ARGUMENT
- * with what is wrong. */
+/* Whether what requests get where they don't say it works: sampling (its grammar) and the chat template that was named.
+ * DT_ERR_ARGUMENT with what is wrong. */
 dt_status dt_api_check(const dt_api *api, dt_error *error);
 /* body[n]: JSON. On failure the status code of HTTP that fits, else 200; *out is then to be freed. */
 int dt_api_read(const dt_api *api, dt_api_kind kind, const char *body, size_t n, dt_request *out, dt_error *error);

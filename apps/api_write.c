@@ -20,7 +20,6 @@ static char *dump(json_t *json) {
     return text;
 }
 
-#define HEAD_BYTES 3      /* that a character may lack */
 #define FARTHEST_TOKEN 32 /* bytes of a prompt that its tokens may lack in one place */
 
 /* ---- characters ---------------------------------------------------------------------------------- */
@@ -45,13 +44,17 @@ static size_t go_to(place *p, const char *text, size_t n, size_t at) {
 
 /* ---- deltas ------------------------------------------------------------------------------------- */
 
+typedef struct progress { /* of a choice */
+    size_t n_text, n_records;
+    bool begun, finished;
+    size_t n_characters,
+        next_offset; /* with logprobs: shown, the prompt's included; before the first token that has still to come */
+} progress;
+
 typedef struct delta { /* of a choice: what came after what was taken before */
     char *text;
-    size_t n_text;
+    size_t n_text, text_from;
     dt_record *records;
-    size_t *offsets;       /* [n_records] characters of the reply before each */
-    char head[HEAD_BYTES]; /* the reply's first bytes */
-    size_t n_head;
     dt_top *tops;
     size_t n_records;
     dt_finish finish;
@@ -61,12 +64,12 @@ typedef struct delta { /* of a choice: what came after what was taken before */
 static void free_delta(delta *d) {
     free(d->text);
     free(d->records);
-    free(d->offsets);
     free(d->tops);
 }
 
 /* With the job's lock held. Records whose text is not yet shown wait; those of what a stop string cut off never come. */
-static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_t records_from, bool end_token, delta *out) {
+static bool take_delta(const dt_job *job, int32_t index, const progress *sent, bool end_token, delta *out) {
+    const size_t text_from = sent->n_text, records_from = sent->n_records;
     const dt_choice *c = &job->choices[index];
     size_t n = 0;
     while (job->logprobs && records_from + n < c->n_records && c->records[records_from + n].text_end <= c->n_safe) {
@@ -74,15 +77,15 @@ static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_
     }
     n -= n > 0 && c->ended && !end_token && records_from + n == c->n_records ? 1 : 0;
     *out = (delta){.n_text = c->n_safe - text_from,
+                   .text_from = text_from,
                    .n_records = n,
                    .finish = c->finish,
                    .waits = job->score && job->n_prompt_records < job->n_tokens};
     const size_t n_top = (size_t)job->n_top;
     out->text = malloc(out->n_text + 1);
     out->records = malloc((n + 1) * sizeof *out->records);
-    out->offsets = malloc((n + 1) * sizeof *out->offsets);
     out->tops = malloc((n * n_top + 1) * sizeof *out->tops);
-    if (out->text == NULL || out->records == NULL || out->offsets == NULL || out->tops == NULL) {
+    if (out->text == NULL || out->records == NULL || out->tops == NULL) {
         free_delta(out);
         return false;
     }
@@ -94,14 +97,6 @@ static bool take_delta(const dt_job *job, int32_t index, size_t text_from, size_
     }
     if (n * n_top > 0) {
         memcpy(out->tops, c->tops + records_from * n_top, n * n_top * sizeof *out->tops);
-    }
-    for (; out->n_head < HEAD_BYTES && out->n_head < c->n_safe; out->n_head++) {
-        out->head[out->n_head] = c->text[out->n_head];
-    }
-    place p = {0};
-    for (size_t i = 0; i < n; i++) {
-        const size_t before = records_from + i;
-        out->offsets[i] = go_to(&p, c->text, c->n_safe, before > 0 ? c->records[before - 1].text_end : 0);
     }
     return true;
 }
@@ -189,7 +184,7 @@ static size_t find_token(const dt_api *api, int32_t token, const char *text, siz
     char bytes[256];
     const size_t n_bytes = bytes_of(api, token, bytes, sizeof bytes), left = n - *at;
     const bool special = dt_token_bytes(api->model, token, false, NULL, 0) == 0;
-    const bool added = n_bytes > 1 && bytes[0] == ' ' && n_bytes - 1 <= left && memcmp(text + *at, bytes + 1, n_bytes - 1) == 0;
+    const bool added = n_bytes > 0 && bytes[0] == ' ' && n_bytes - 1 <= left && memcmp(text + *at, bytes + 1, n_bytes - 1) == 0;
     for (size_t skip = 0; n_bytes > 0 && skip <= (special ? 0 : FARTHEST_TOKEN) && skip + n_bytes <= left; skip++) {
         if (memcmp(text + *at + skip, bytes, n_bytes) == 0 && (skip == 0 || !added)) {
             *at += skip + n_bytes;
@@ -201,38 +196,25 @@ static size_t find_token(const dt_api *api, int32_t token, const char *text, siz
     return begin;
 }
 
-/* Bytes at the reply's front that complete the last character of the prompt. */
-static size_t completing(const char *prompt, size_t n_prompt, size_t n_whole, const delta *d) {
-    char joint[8];
-    bool open;
-    const size_t n_open = n_prompt - n_whole;
-    if (n_open == 0 || n_open + d->n_head > sizeof joint) {
-        return 0;
-    }
-    memcpy(joint, prompt + n_whole, n_open);
-    memcpy(joint + n_open, d->head, d->n_head);
-    const size_t bytes = dt_character_at(joint, n_open + d->n_head, &open);
-    return bytes > n_open ? bytes - n_open : 0;
-}
-
-/* prompt[n_prompt]: shown before the reply; with_prompt: its tokens too. Offsets count characters, as OpenAI's do. */
-static json_t *completion_logprobs_json(const dt_api *api, const dt_job *job, const delta *d, const char *prompt, size_t n_prompt,
-                                        bool with_prompt) {
+/* text: what is shown, the prompt's n_echo bytes in front of the delta's. Offsets count characters, as OpenAI's do. */
+static json_t *completion_logprobs_json(const dt_api *api, const dt_job *job, const delta *d, const char *text, size_t n_echo,
+                                        bool with_prompt, progress *sent) {
     completion_logprobs to = {json_array(), json_array(), json_array(), json_array()};
-    const size_t n_top = (size_t)job->n_top;
+    const size_t n_top = (size_t)job->n_top, n = n_echo + d->n_text;
     size_t at = 0;
-    place p = {0}, whole = {0};
-    const size_t n_whole = dt_whole_characters(prompt, n_prompt), joint = completing(prompt, n_prompt, n_whole, d);
-    const size_t n_before = joint > 0 ? go_to(&whole, prompt, n_whole, n_whole) : go_to(&whole, prompt, n_prompt, n_prompt);
+    place p = {.n_characters = sent->n_characters};
     for (size_t i = 0; with_prompt && i < job->n_prompt_records; i++) {
         const dt_top *tops = n_top > 0 ? job->prompt_tops + i * n_top : NULL;
-        const size_t begin = go_to(&p, prompt, n_prompt, find_token(api, job->prompt_records[i].token, prompt, n_prompt, &at));
-        add_completion_record(api, &to, &job->prompt_records[i], tops, job->n_top, begin < n_before ? begin : n_before);
+        const size_t begin = find_token(api, job->prompt_records[i].token, text, n_echo, &at);
+        add_completion_record(api, &to, &job->prompt_records[i], tops, job->n_top, go_to(&p, text, n, begin));
     }
+    size_t offset = sent->begun ? sent->next_offset : go_to(&p, text, n, n_echo);
     for (size_t i = 0; i < d->n_records; i++) {
-        const size_t begin = d->offsets[i], own = joint == 0 ? begin : begin < joint ? 0 : begin - joint + 1;
-        add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, n_before + own);
+        add_completion_record(api, &to, &d->records[i], d->tops + i * n_top, job->n_top, offset);
+        offset = go_to(&p, text, n, n_echo + d->records[i].text_end - d->text_from);
     }
+    sent->next_offset = offset;
+    sent->n_characters = go_to(&p, text, n, n);
     return json_pack("{s:o,s:o,s:o,s:o}", "tokens", to.tokens, "token_logprobs", to.logprobs, "top_logprobs", to.tops,
                      "text_offset", to.offsets);
 }
@@ -302,21 +284,20 @@ static void copy_prompt(const dt_api *api, const dt_job *job, char *text, size_t
 }
 
 static json_t *completion_choice(const dt_api *api, const dt_request *request, const dt_job *job, const delta *d, int index,
-                                 bool first) {
-    const bool counts = request->echo && (first || job->logprobs); /* offsets too are those behind the prompt */
-    const size_t n_prompt = counts ? prompt_length(api, job) : 0, n_shown = first ? 0 : n_prompt;
-    char *text = malloc(n_prompt + d->n_text + 1);
+                                 progress *sent) {
+    const bool echo = request->echo && !sent->begun;
+    const size_t n_echo = echo ? prompt_length(api, job) : 0;
+    char *text = malloc(n_echo + d->n_text + 1);
     if (text == NULL) {
         return NULL;
     }
-    if (n_prompt > 0) {
-        copy_prompt(api, job, text, n_prompt);
+    if (n_echo > 0) {
+        copy_prompt(api, job, text, n_echo);
     }
-    memcpy(text + n_prompt, d->text, d->n_text);
-    json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, text, n_prompt, request->echo && first) : json_null();
-    json_t *json =
-        json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", dt_json_bytes(text + n_shown, n_prompt - n_shown + d->n_text),
-                  "logprobs", logprobs, "finish_reason", finish_json(d->finish));
+    memcpy(text + n_echo, d->text, d->n_text);
+    json_t *logprobs = job->logprobs ? completion_logprobs_json(api, job, d, text, n_echo, echo, sent) : json_null();
+    json_t *json = json_pack("{s:i,s:o,s:o,s:o}", "index", index, "text", dt_json_bytes(text, n_echo + d->n_text), "logprobs",
+                             logprobs, "finish_reason", finish_json(d->finish));
     free(text);
     return json;
 }
@@ -335,10 +316,11 @@ char *dt_api_answer(const dt_api *api, const dt_request *request) {
         const dt_job *job = request->jobs[i];
         for (int32_t c = 0; good && c < job->n_choices; c++, index++) {
             delta d;
-            good = take_delta(job, c, 0, 0, request->kind == DT_API_COMPLETION, &d);
+            progress sent = {.begun = false};
+            good = take_delta(job, c, &sent, request->kind == DT_API_COMPLETION, &d);
             if (good) {
                 dt_json_append(&choices, request->kind == DT_API_CHAT ? chat_choice(api, job, &d, index)
-                                                                      : completion_choice(api, request, job, &d, index, true));
+                                                                      : completion_choice(api, request, job, &d, index, &sent));
                 free_delta(&d);
             }
         }
@@ -540,11 +522,6 @@ void dt_api_metrics(const dt_api *api, dt_text *text) {
 
 /* ---- streams ------------------------------------------------------------------------------------ */
 
-typedef struct progress { /* of a choice */
-    size_t n_text, n_records;
-    bool begun, finished;
-} progress;
-
 struct dt_stream {
     const dt_api *api;
     const dt_request *request;
@@ -626,7 +603,7 @@ static void add_completion_delta(const dt_stream *stream, dt_text *out, const dt
     if (d->finish == DT_FINISH_ERROR || d->waits || (d->n_text == 0 && d->n_records == 0 && d->finish == DT_FINISH_NONE)) {
         return;
     }
-    add_chunk(stream, out, completion_choice(stream->api, stream->request, job, d, index, !sent->begun));
+    add_chunk(stream, out, completion_choice(stream->api, stream->request, job, d, index, sent));
     sent->begun = true;
 }
 
@@ -637,7 +614,7 @@ static bool add_choice(dt_stream *stream, dt_text *out, dt_job *job, int32_t c, 
         return true;
     }
     pthread_mutex_lock(&job->lock);
-    const bool taken = take_delta(job, c, sent->n_text, sent->n_records, stream->request->kind == DT_API_COMPLETION, &d);
+    const bool taken = take_delta(job, c, sent, stream->request->kind == DT_API_COMPLETION, &d);
     pthread_mutex_unlock(&job->lock);
     if (!taken) {
         out->out_of_memory = true;

@@ -224,7 +224,7 @@ static const char *keep_as(const char *real, const char *old, const char *part) 
     dt_error error = {0};
     dt_file_lock *lock = NULL;
     if (dt_file_lock_take(old, &lock, &error) != DT_OK) {
-        return "another run is at work on it";
+        return "another run is at work on it, or its .lock is no run's";
     }
     struct stat left, ours;
     if (lstat(part, &left) == 0 && stat(real, &ours) == 0 && left.st_ino == ours.st_ino && left.st_dev == ours.st_dev) {

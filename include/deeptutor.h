@@ -144,14 +144,15 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error);
 
 typedef struct dt_quantize_params {
     const char *input;  /* GGUF file, or the first of a split set */
-    const char *output; /* written as OUTPUT.quantizing.part, renamed when whole; a file of that name must be what a killed run left */
+    /* Written as OUTPUT.quantizing.part, renamed when whole; a file of that name must be what a killed run left. */
+    const char *output;
     const char *type;   /* "Q4_K_M", any case; dt_quantize_type lists them */
     int32_t n_threads;  /* <= 0: as many as there are processors; fewer are used where so many can't be started */
     /* May be NULL. Called after each tensor. */
     void (*progress)(int64_t n_done, int64_t n_tensors, void *user);
     void *progress_user;
-    /* May be NULL. 1 while OUTPUT.quantizing.part is this call's, so that a signal handler that ends the process may remove it; else 0: it is
-     * nobody's, another process's or the user's. */
+    /* May be NULL. 1 while OUTPUT.quantizing.part is this call's, so that a signal handler that ends the process may remove it; else 0:
+     * it is nobody's, another process's or the user's. */
     volatile int *owns_part;
 } dt_quantize_params;
 

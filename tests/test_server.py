@@ -187,14 +187,16 @@ def test_offsets_of_an_echo(tmp_path, vocabulary):
     """In characters of the text, whatever the tokenizer adds to it: a start token, a space in front."""
     model = make_tiny(str(tmp_path / "tiny.gguf"), "--vocab", "600", *vocabulary)
     with serving(model, tmp_path, *FLAGS) as server:
-        prompt = "hello \u00e9 x"
-        choice = server.complete(prompt=prompt, max_tokens=3, echo=True, logprobs=1, temperature=0)["choices"][0]
-        text, tokens, offsets = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
-        assert offsets == sorted(offsets) and offsets[-1] < len(text) and offsets[-3] == len(prompt)
-        for token, offset in list(zip(tokens, offsets))[:-3]:
-            found = text[offset:].startswith((token, token.lstrip(" ") or token))
-            assert found or (token == "<s>" and offset == 0) or (token.startswith("bytes:") and offset == 6), (tokens, offsets)
-        assert sum(token.startswith("bytes:") for token in tokens[:-3]) == 2
+        for prompt in ("hello \u00e9 x", "\u6f22h> h"):
+            choice = server.complete(prompt=prompt, max_tokens=3, echo=True, logprobs=1, temperature=0)["choices"][0]
+            text, tokens, offsets = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+            assert offsets == sorted(offsets) and offsets[-1] < len(text) and offsets[-3] == len(prompt)
+            for token, offset in list(zip(tokens, offsets))[:-3]:
+                in_character = token.startswith("bytes:") and not text[offset].isascii()
+                assert (text[offset:].startswith((token, token.lstrip(" "))) or (token == "<s>" and offset == 0)
+                        or in_character), (tokens, offsets)
+            n_bytes = sum(len(character.encode()) for character in prompt if not character.isascii())
+            assert sum(token.startswith("bytes:") for token in tokens[:-3]) == n_bytes
 
 
 def test_no_tokens_of_several_replies(server):

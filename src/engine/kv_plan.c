@@ -112,6 +112,10 @@ static uint64_t weigh_full(plan *p) {
     return bytes;
 }
 
+static bool evicts_always(const plan *p) {
+    return p->params->evict == DT_EVICT_ALWAYS && dt_budgets_that_evict(p->budgets, p->model->info.n_layers) > 0;
+}
+
 static bool fits(plan *p) { return !p->failed && weigh(p, true) <= p->params->kv_memory; }
 
 static int32_t least_budget(const dt_budget *b) {
@@ -228,10 +232,9 @@ dt_status dt_kv_plan_fit(const dt_model *model, dt_session_params *params, dt_bu
               .configured_total = *total_cache_size};
     p.longest = calloc((size_t)n_layers, sizeof *p.longest);
     dt_status status = DT_OK;
-    bool evicts = false;
+    const bool evicts = evicts_always(&p);
     for (int32_t i = 0; configured && i < n_layers; i++) {
         configured[i] = budgets[i];
-        evicts = evicts || (budgets[i].policy != NULL && params->evict == DT_EVICT_ALWAYS);
     }
     if (configured && p.longest) {
         const uint64_t full_bytes = weigh_full(&p);
@@ -290,14 +293,18 @@ static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *leng
     return bytes;
 }
 
-static uint64_t excess_of(const dt_session *session, plan *p, const dt_kv_held *held) {
-    const dt_hparams *hp = &session->model->decoder->hp;
-    int32_t n_lanes = 0;
+static int32_t *new_lengths(const dt_hparams *hp) {
+    size_t n_lanes = 0;
     for (int32_t i = 0; i < hp->n_layers; i++) {
-        n_lanes += hp->n_kv_heads[i];
+        n_lanes += (size_t)hp->n_kv_heads[i];
     }
     assert(n_lanes > 0);
-    int32_t *lengths = malloc((size_t)n_lanes * sizeof *lengths);
+    return malloc(n_lanes * sizeof(int32_t));
+}
+
+static uint64_t excess_of(const dt_session *session, plan *p, const dt_kv_held *held) {
+    const dt_hparams *hp = &session->model->decoder->hp;
+    int32_t *lengths = new_lengths(hp);
     if (lengths == NULL) {
         return UINT64_MAX;
     }
@@ -334,29 +341,24 @@ uint64_t dt_kv_plan_excess(const dt_session *session, const dt_kv_held *held) {
     return bytes;
 }
 
-uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held) {
+uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held, uint64_t needed) {
     const dt_kv_asked *asked = &session->asked;
     const int32_t n_layers = session->model->info.n_layers;
     plan p = {.model = session->model, .configured = asked->budgets, .configured_total = asked->total_cache_size};
     p.budgets = calloc((size_t)n_layers, sizeof *p.budgets);
     p.longest = calloc((size_t)n_layers, sizeof *p.longest);
-    const bool can = p.budgets != NULL && p.longest != NULL;
-    uint64_t limit = session->params.kv_memory, needed = can ? dt_kv_plan_excess(session, held) : UINT64_MAX;
+    uint64_t limit = session->params.kv_memory;
+    needed = p.budgets != NULL && p.longest != NULL ? needed : UINT64_MAX;
     while (needed != UINT64_MAX && needed > limit) { /* each time with a larger one, until everything that was asked for fits */
         limit = (needed + 1023) / 1024 * 1024;
-        dt_session_params params = session->params;
+        dt_session_params params = session->params; /* its kv_type is the file's */
         params.n_batch = asked->n_batch;
-        params.kv_type = session->params.kv_type; /* that of the file */
         params.prefill = asked->prefill;
         params.kv_memory = limit;
         p.params = &params;
         p.total = p.configured_total;
-        bool evicts = false;
-        for (int32_t i = 0; i < n_layers; i++) {
-            p.budgets[i] = asked->budgets[i];
-            evicts = evicts || (p.budgets[i].policy != NULL && params.evict == DT_EVICT_ALWAYS);
-        }
-        needed = choose(&p, evicts) ? excess_of(session, &p, held) : p.failed ? UINT64_MAX : p.bytes;
+        memcpy(p.budgets, asked->budgets, (size_t)n_layers * sizeof *p.budgets);
+        needed = choose(&p, evicts_always(&p)) ? excess_of(session, &p, held) : p.failed ? UINT64_MAX : p.bytes;
     }
     free_plan(&p);
     return needed == UINT64_MAX ? UINT64_MAX : limit;
@@ -369,12 +371,7 @@ uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
     const dt_hparams *hp = &session->model->decoder->hp;
     dt_session_params params = session->params;
     params.n_ctx = params.n_expected = (int32_t)DT_MIN(DT_MAX(n_tokens, 1), (int64_t)INT32_MAX / 2);
-    int32_t n_lanes = 0;
-    for (int32_t i = 0; i < hp->n_layers; i++) {
-        n_lanes += hp->n_kv_heads[i];
-    }
-    assert(n_lanes > 0);
-    int32_t *lengths = calloc((size_t)n_lanes, sizeof *lengths);
+    int32_t *lengths = new_lengths(hp);
     plan p;
     uint64_t bytes = UINT64_MAX;
     if (plan_of(session, &params, &p) && lengths != NULL) {

@@ -33,11 +33,12 @@ typedef struct dt_kv_held {
     bool has_bias;          /* lanes that had any keep a row of biases */
 } dt_kv_held;
 
-/* The most that the session's cache comes to when that is loaded and a chunk is read behind it; 0 where it is no more than was planned
- * for, UINT64_MAX when out of memory. */
+/* The most that the session's cache comes to when that is loaded and a chunk is read behind it; 0 where it is no more than was
+ * planned for, UINT64_MAX when out of memory. */
 uint64_t dt_kv_plan_excess(const dt_session *session, const dt_kv_held *held);
-/* A kv_memory, in whole KiB, with which a session that was asked for the same, but for the type of numbers that this one has,
- * would have room for it: more leaves room for larger chunks and budgets too, which then have to fit beside it. UINT64_MAX when out of memory. */
-uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held);
+/* A kv_memory, in whole KiB, with which a session that was asked for the same, but for the type of numbers that this one has, would
+ * have room for it: more leaves room for larger chunks and budgets too, which then have to fit beside it. needed: dt_kv_plan_excess,
+ * more than there is now. UINT64_MAX when out of memory. */
+uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held, uint64_t needed);
 
 #endif

@@ -605,15 +605,15 @@ static int64_t passing_budget(const dt_session *s) {
 
 /* What to do where a conversation may not pass its context. */
 static dt_status fail_at_context(const dt_session *s, const char *what, int32_t most, dt_error *error) {
-    const bool all_may_evict = dt_kv_layer(s->kv, 0)->keeps_origins && s->params.evict == DT_EVICT_ALWAYS;
-    const int64_t budget = all_may_evict ? passing_budget(s) : 0;
+    const bool always = s->params.evict == DT_EVICT_ALWAYS, every_layer = dt_kv_layer(s->kv, 0)->keeps_origins;
+    const int64_t budget = always && every_layer ? passing_budget(s) : 0;
     char advice[160] = "shorten the text";
     if (budget > 0) {
         snprintf(advice, sizeof advice, "a max_cache_size of at most %lld lets the conversation go past it; else shorten the text",
                  (long long)budget);
-    } else if (!all_may_evict && may_evict(s)) {
+    } else if (always && !every_layer && may_evict(s)) {
         snprintf(advice, sizeof advice, "let every layer evict and the conversation goes past it, shorten the text");
-    } else if (s->params.evict == DT_EVICT_ALWAYS && !may_evict(s)) {
+    } else if (always && !may_evict(s)) {
         snprintf(advice, sizeof advice, "shorten the text, let layers evict (--cache-eviction with --max-cache-size %d)",
                  s->params.n_ctx / 2);
     }

@@ -333,7 +333,7 @@ static dt_status check_limit(reader *r, const lane_parts *all) {
     }
     r->most = entries != NULL ? dt_kv_plan_excess(s, &held) : UINT64_MAX;
     const bool fits = r->most != UINT64_MAX && (s->params.kv_memory == 0 || r->most <= s->params.kv_memory);
-    const uint64_t works = fits || entries == NULL ? 0 : dt_kv_plan_limit(s, &held);
+    const uint64_t works = fits || r->most == UINT64_MAX ? 0 : dt_kv_plan_limit(s, &held, r->most);
     free(entries);
     if (fits) {
         return DT_OK;
