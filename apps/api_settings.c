@@ -250,7 +250,10 @@ static bool read_eviction(dt_reader *r, dt_job *job) {
         if (strcmp(name, "enabled") != 0 && strcmp(name, "preset") != 0 && strcmp(name, "config") != 0 &&
             strcmp(name, "max_cache_size") != 0 && strcmp(name, "min_cache_size") != 0) {
             return dt_reader_refuse(
-                r, 400, "eviction has no \"%.100s\"; it takes enabled, preset, config, max_cache_size, min_cache_size", name);
+                r, 400,
+                "eviction has no \"%.100s\"; it takes enabled, preset, max_cache_size, min_cache_size, and the fields of a "
+                "configuration within config",
+                name);
         }
     }
     if (!dt_reader_bool(r, object, "enabled", &enabled)) {

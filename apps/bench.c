@@ -475,9 +475,9 @@ static dt_status measure_all(bench *b, dt_error *error) {
 
 /* ---- telling ------------------------------------------------------------------------------------ */
 
-/* The length of the name, "decode 64 x2". */
+/* The length of the name, "decode 64x2". */
 static int name_test(const bench_row *r, char *out, size_t capacity) {
-    return r->n_sequences > 1 ? snprintf(out, capacity, "%s %lld x%lld", r->what, (long long)r->n_tokens, (long long)r->n_sequences)
+    return r->n_sequences > 1 ? snprintf(out, capacity, "%s %lldx%lld", r->what, (long long)r->n_tokens, (long long)r->n_sequences)
                               : snprintf(out, capacity, "%s %lld", r->what, (long long)r->n_tokens);
 }
 

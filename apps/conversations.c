@@ -277,9 +277,9 @@ static uint64_t bound_of(const dt_session *session, const dt_job *job) {
 static dt_status refuse_size(const dt_conversations *all, uint64_t bytes, const dt_job *job, dt_error *error) {
     return dt_app_fail(error, DT_ERR_LIMIT,
                        "%zu tokens of prompt and up to %lld of reply may need %s of cache, above the limit of %s "
-                       "for all (--kv-memory); shorten the text, lower max_tokens or evict",
+                       "for all; shorten the text, lower max_tokens, evict, or start the server with --kv-memory %lluK or more",
                        job->n_tokens, (long long)job->max_tokens * job->n_choices, dt_size_text_of(bytes).text,
-                       dt_size_text_of(all->params.memory_bytes).text);
+                       dt_size_text_of(all->params.memory_bytes).text, (unsigned long long)(bytes + 1023) / 1024);
 }
 
 /* Checks that the job fits alone, and finds room. own: bytes of it that are allocated already. *out_fits false: not beside what is

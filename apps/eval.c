@@ -314,8 +314,11 @@ static const char *check(const eval_options *o, const command *c) {
     if (c->run != eval_ab && c->run != eval_calibrate && o->file == NULL) {
         return "there is no text to measure on; give one with -f FILE";
     }
-    if (c->run == eval_long && (o->evict != 0 || o->shared.n_ctx > 0)) {
-        return "long reads as serving does, in a context of --context tokens: leave out --evict and -c";
+    if (c->run == eval_long && o->evict != 0) {
+        return "long evicts as serving does: leave out --evict";
+    }
+    if (c->run == eval_long && o->shared.n_ctx > 0) {
+        return "long reads in a context of --context tokens: give that in place of -c";
     }
     if (c->run == eval_needle && o->chat_template != NULL && o->form == 0) {
         return "--chat-template is for --form chat";

@@ -344,8 +344,8 @@ void dt_report_timings(const dt_run_numbers *numbers, const dt_model *model, con
                   (long long)s.draft_proposed);
     }
     if (numbers->eviction) {
-        dt_report(DT_LOG_INFO, "eviction %10.1f ms  %7lld layer rounds  %lld tokens evicted", s.eviction_ms,
-                  (long long)s.eviction_rounds, (long long)s.evicted_tokens);
+        dt_report(DT_LOG_INFO, "eviction %10.1f ms  %7lld layer round%s  %lld tokens evicted", s.eviction_ms,
+                  (long long)s.eviction_rounds, s.eviction_rounds == 1 ? "" : "s", (long long)s.evicted_tokens);
         if (s.eviction_rounds == 0) {
             dt_report(DT_LOG_INFO, "TLC: budget not reached: nothing was evicted%s",
                       numbers->loaded_tokens > 0 ? " in this run" : "");

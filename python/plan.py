@@ -107,7 +107,7 @@ def attention_operations(model, context, most):
 
 
 def predict(model, args, limits):
-    bandwidth, tflops = args.bandwidth * 1e9 * DECODE_SHARE, args.tflops * 1e12 * PREFILL_SHARE
+    bandwidth, tflops = args.bandwidth * 1e9 * DECODE_SHARE, (args.tflops or 0) * 1e12 * PREFILL_SHARE
     kept = [min(args.context, n) for n in limits]
     cache = kv_bytes(model, kept, args.number_bytes)
     operations = 2.0 * model.step_weights * args.context + attention_operations(model, args.context, [n + CHUNK for n in limits])
@@ -123,7 +123,8 @@ def main():
                         help=f"one whose data sheet is known: {', '.join(sorted(DEVICES))}")
     parser.add_argument("--bandwidth", type=positive, metavar="GB/S",
                         help="what the device reads a second, in place of the data sheet's (deeptutor-bench measures this machine's)")
-    parser.add_argument("--tflops", type=positive, metavar="N", help="its dense half-precision TFLOPS, likewise")
+    parser.add_argument("--tflops", type=positive, metavar="N", help="its dense half-precision TFLOPS, likewise; without them "
+                        "reading a prompt is left out")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--preset", choices=sorted(PRESETS), default="docqa", help="budgets with TLC on (docqa)")
     limit.add_argument("--max-cache-size", type=tokens, metavar="N", help="instead: tokens that every layer keeps")
@@ -131,20 +132,21 @@ def main():
     args = parser.parse_args()
     if args.device:
         args.bandwidth, args.tflops = args.bandwidth or DEVICES[args.device][0], args.tflops or DEVICES[args.device][1]
-    if not args.bandwidth or not args.tflops:
-        parser.error("name a --device, or give --bandwidth and --tflops")
+    if not args.bandwidth:
+        parser.error("name a --device, or give --bandwidth (and --tflops)")
     args.number_bytes = 2.0 if args.kv_type == "f16" else 1.06
     model = read_model(args.model)
     if 0 < model.context < args.context:
         print(f"plan.py: this model was trained for {model.context} tokens; longer conversations need TLC in every layer "
               "(docs/memory.md), so with TLC off there is no such run", file=sys.stderr)
     off, on = predict(model, args, [args.context] * model.layers), predict(model, args, budgets(model, args))
-    print(f"{args.context} tokens, {args.bandwidth:.0f} GB/s x {DECODE_SHARE}, {args.tflops:g} TFLOPS x {PREFILL_SHARE}")
+    arithmetic = f", {args.tflops:g} TFLOPS x {PREFILL_SHARE}" if args.tflops else ""
+    print(f"{args.context} tokens, {args.bandwidth:.0f} GB/s x {DECODE_SHARE}{arithmetic}")
     print(f"{'':24}{'TLC off':>12}{'TLC on':>12}{'ratio':>8}")
     for name, title, ratio in (("kv_mib", "KV cache, MiB", on["kv_mib"] / off["kv_mib"]),
                                ("step_mib", "read per token, MiB", on["step_mib"] / off["step_mib"]),
                                ("decode", "decoding, tokens/s", on["decode"] / off["decode"]),
-                               ("prefill", "reading a prompt, t/s", on["prefill"] / off["prefill"])):
+                               *([("prefill", "reading a prompt, t/s", on["prefill"] / off["prefill"])] if args.tflops else [])):
         print(f"{title:24}{off[name]:12.1f}{on[name]:12.1f}{ratio:8.2f}")
     return 0
 

@@ -28,6 +28,8 @@ def test_bytes(model):
     assert "trained for 256 tokens" in result.stderr
     assert plan("--model", model, "--context", 256, "--device", "4090").stderr == ""
     assert plan("--model", model, "--context", 256, "--device", "A100").returncode == 0
+    alone = plan("--model", model, "--context", 256, "--bandwidth", 10).stdout
+    assert "decoding" in alone and "TFLOPS" not in alone and "prompt" not in alone
     rows = {line[:24].strip(): [float(x) for x in line[24:].split()] for line in result.stdout.splitlines()[2:]}
     per_token = SHAPE["layers"] * SHAPE["kv-heads"] * 2 * SHAPE["head-dim"] * 2  # keys and values in two bytes
     assert rows["KV cache, MiB"] == [pytest.approx(65536 * per_token / 2**20, abs=0.06),
@@ -48,7 +50,7 @@ def test_wrong_inputs_are_told(model, tmp_path):
                             (["--model", cut, "--context", 9, "--device", "4090"], "not a whole GGUF model"),
                             (["--model", __file__, "--context", 9, "--device", "4090"], "not a whole GGUF model"),
                             (["--model", model, "--context", 0, "--device", "4090"], "--context"),
-                            ([*here, "--bandwidth", "nan", "--tflops", 1], "--bandwidth"), ([*here, "--bandwidth", 9], "--tflops"),
+                            ([*here, "--bandwidth", "nan", "--tflops", 1], "--bandwidth"), ([*here, "--tflops", 9], "--bandwidth"),
                             ([*here, "--device", "h100"], "give --bandwidth and --tflops"),
                             ([*here, "--device", "4090", "--max-cache-size", -4], "--max-cache-size"),
                             ([*here, "--device", "4090", "--max-cache-size", 9, "--preset", "chat"], "--preset")):

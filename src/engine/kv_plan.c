@@ -276,8 +276,10 @@ static void free_plan(plan *p) {
 }
 
 /* lengths: of each lane, those of a layer one after the other. longest: [n_layers] scratch. */
-static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *lengths, bool has_bias) {
-    dt_kv_layer_params *layers = dt_kv_plan_layers(session->model, &session->params, p->budgets);
+static uint64_t bound_of(const dt_session *session, plan *p, const dt_kv *kv, const int32_t *lengths, bool has_bias) {
+    dt_session_params params = session->params;
+    params.kv_type = dt_kv_layer(kv, 0)->format.type_k;
+    dt_kv_layer_params *layers = dt_kv_plan_layers(session->model, &params, p->budgets);
     if (layers == NULL) {
         return UINT64_MAX;
     }
@@ -288,7 +290,7 @@ static uint64_t bound_of(const dt_session *session, plan *p, const int32_t *leng
         }
     }
     const uint64_t bytes =
-        dt_kv_bytes_most(session->kv, lengths, has_bias) + dt_device_cache_bytes_bound(session->model->decoder, layers, p->longest);
+        dt_kv_bytes_most(kv, lengths, has_bias) + dt_device_cache_bytes_bound(session->model->decoder, layers, p->longest);
     free(layers);
     return bytes;
 }
@@ -299,7 +301,7 @@ static int32_t *new_lengths(const dt_hparams *hp) {
         n_lanes += (size_t)hp->n_kv_heads[i];
     }
     assert(n_lanes > 0);
-    return malloc(n_lanes * sizeof(int32_t));
+    return calloc(n_lanes, sizeof(int32_t));
 }
 
 static uint64_t excess_of(const dt_session *session, plan *p, const dt_kv_held *held) {
@@ -328,7 +330,7 @@ static uint64_t excess_of(const dt_session *session, plan *p, const dt_kv_held *
         wanted += shares ? n : 0;
         exceeds = exceeds || (!shares && n > most) || n_more > 0 || (held->has_bias && p->budgets[i].memory_slots == 0);
     }
-    const uint64_t bytes = exceeds || wanted > planned ? bound_of(session, p, lengths, held->has_bias) : 0;
+    const uint64_t bytes = exceeds || wanted > planned ? bound_of(session, p, held->kv, lengths, held->has_bias) : 0;
     free(lengths);
     return bytes;
 }
@@ -344,6 +346,7 @@ uint64_t dt_kv_plan_excess(const dt_session *session, const dt_kv_held *held) {
 uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held, uint64_t needed) {
     const dt_kv_asked *asked = &session->asked;
     const int32_t n_layers = session->model->info.n_layers;
+    const dt_kv_type type = dt_kv_layer(held->kv, 0)->format.type_k;
     plan p = {.model = session->model, .configured = asked->budgets, .configured_total = asked->total_cache_size};
     p.budgets = calloc((size_t)n_layers, sizeof *p.budgets);
     p.longest = calloc((size_t)n_layers, sizeof *p.longest);
@@ -351,14 +354,17 @@ uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held, uin
     needed = p.budgets != NULL && p.longest != NULL ? needed : UINT64_MAX;
     while (needed != UINT64_MAX && needed > limit) { /* each time with a larger one, until everything that was asked for fits */
         limit = (needed + 1023) / 1024 * 1024;
-        dt_session_params params = session->params; /* its kv_type is the file's */
+        dt_session_params params = session->params;
         params.n_batch = asked->n_batch;
         params.prefill = asked->prefill;
+        params.kv_type = type;
         params.kv_memory = limit;
         p.params = &params;
         p.total = p.configured_total;
         memcpy(p.budgets, asked->budgets, (size_t)n_layers * sizeof *p.budgets);
-        needed = choose(&p, evicts_always(&p)) ? excess_of(session, &p, held) : p.failed ? UINT64_MAX : p.bytes;
+        const bool evicts = evicts_always(&p);
+        const bool fits_so = type == DT_KV_F16 ? choose_prefill(&p, params.prefill, params.n_batch, evicts) : choose(&p, evicts);
+        needed = fits_so ? excess_of(session, &p, held) : p.failed ? UINT64_MAX : p.bytes;
     }
     free_plan(&p);
     return needed == UINT64_MAX ? UINT64_MAX : limit;
@@ -380,7 +386,7 @@ uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
                 lengths[lane++] = p.longest[i];
             }
         }
-        bytes = bound_of(session, &p, lengths, false);
+        bytes = bound_of(session, &p, session->kv, lengths, false);
     }
     free(lengths);
     free_plan(&p);

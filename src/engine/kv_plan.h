@@ -27,6 +27,7 @@ typedef struct dt_kv_asked {
 
 /* A cache that was saved, before anything of it is evicted. */
 typedef struct dt_kv_held {
+    const dt_kv *kv;        /* an empty one of its kind: its type of numbers may be another than the session's */
     const int32_t *entries; /* of each lane, those of a layer one after the other */
     int64_t to_come;        /* tokens that this run adds; -1: as many as it likes */
     int32_t most_slots;     /* the most memory slots that a lane has */
@@ -36,9 +37,9 @@ typedef struct dt_kv_held {
 /* The most that the session's cache comes to when that is loaded and a chunk is read behind it; 0 where it is no more than was
  * planned for, UINT64_MAX when out of memory. */
 uint64_t dt_kv_plan_excess(const dt_session *session, const dt_kv_held *held);
-/* A kv_memory, in whole KiB, with which a session that was asked for the same, but for the type of numbers that this one has, would
- * have room for it: more leaves room for larger chunks and budgets too, which then have to fit beside it. needed: dt_kv_plan_excess,
- * more than there is now. UINT64_MAX when out of memory. */
+/* A kv_memory, in whole KiB, with which a session that was asked for the same, but for the type of numbers that `held` has, would
+ * have room for it: more leaves room for larger chunks and budgets too, which then have to fit beside it. needed: more than there
+ * is now, as dt_kv_plan_excess says. UINT64_MAX when out of memory. */
 uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held, uint64_t needed);
 
 #endif

@@ -42,6 +42,7 @@ typedef struct reader {
     uint64_t n_bytes, at;
     dt_session_header header;
     dt_error *error;
+    dt_kv_type type;  /* of the file's keys and values; not the session's where that gave way to its kv_memory */
     bool lacks_peaks; /* the session wants them, and the file has none */
     uint64_t most;    /* bytes that a cache with the file's lanes takes at most, where that is more than was planned; else 0 */
 } reader;
@@ -106,7 +107,7 @@ int64_t dt_session_file_tokens(const char *path) {
 }
 
 /* Does it belong to this model, and does it fit this session? */
-static dt_status check_header(const reader *r) {
+static dt_status check_header(reader *r) {
     const dt_session_header *h = &r->header;
     const dt_session *s = r->session;
     const dt_kv_format *format = &dt_kv_layer(s->kv, 0)->format;
@@ -119,13 +120,9 @@ static dt_status check_header(const reader *r) {
                        "%s belongs to another model%s%.*s (the files differ, if only in a conversion); name another session file",
                        r->path, n > 0 ? ": " : "", n, h->model_name);
     }
-    if (h->type_k != type_k || h->type_v != type_k) {
-        if (s->params.kv_type != s->asked.kv_type) {
-            return dt_fail(
-                r->error, DT_ERR_ARGUMENT,
-                "%s holds keys and values as %s, and this run's are %s to fit into its memory; give a larger --kv-memory", r->path,
-                type_name(h->type_k), type_name(type_k));
-        }
+    const bool has_type = h->type_k == type_k && h->type_v == type_k;
+    const bool gave_way = h->type_k == 1 && h->type_v == 1 && s->params.kv_type != s->asked.kv_type; /* check_limit tells */
+    if (!has_type && !gave_way) {
         return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds keys and values as %s, and this run's cache is %s; give --kv-type %s",
                        r->path, type_name(h->type_k), type_name(type_k), type_name(h->type_k));
     }
@@ -140,6 +137,7 @@ static dt_status check_header(const reader *r) {
         h->newest_dropped >= (int32_t)DT_MAX(h->n_tokens - h->shift, 1u)) {
         return damaged(r, "its header contradicts itself");
     }
+    r->type = h->type_k == 1 ? DT_KV_F16 : DT_KV_INT8;
     return DT_OK;
 }
 
@@ -325,21 +323,30 @@ static dt_status check_limit(reader *r, const lane_parts *all) {
     const int64_t n_tokens = r->header.n_tokens, n_expected = s->params.n_expected;
     assert(all->n > 0);
     int32_t *entries = malloc((size_t)all->n * sizeof *entries);
-    dt_kv_held held = {.entries = entries, .to_come = n_expected > 0 ? DT_MAX(n_expected - n_tokens, (int64_t)0) : -1};
+    dt_kv_held held = {
+        .kv = all->kv, .entries = entries, .to_come = n_expected > 0 ? DT_MAX(n_expected - n_tokens, (int64_t)0) : -1};
     for (int32_t i = 0; entries != NULL && i < all->n; i++) {
         entries[i] = (int32_t)all->parts[i].head.n_entries;
         held.has_bias = held.has_bias || is_in_file(&all->parts[i].head, DT_KV_BIAS);
         held.most_slots = DT_MAX(held.most_slots, held.has_bias ? count_slots(&all->parts[i]) : 0);
     }
     r->most = entries != NULL ? dt_kv_plan_excess(s, &held) : UINT64_MAX;
-    const bool fits = r->most != UINT64_MAX && (s->params.kv_memory == 0 || r->most <= s->params.kv_memory);
-    const uint64_t works = fits || r->most == UINT64_MAX ? 0 : dt_kv_plan_limit(s, &held, r->most);
+    const bool same_type = r->type == s->params.kv_type;
+    const bool fits = r->most != UINT64_MAX && same_type && (s->params.kv_memory == 0 || r->most <= s->params.kv_memory);
+    const uint64_t needed = same_type ? r->most : DT_MAX(r->most, s->params.kv_memory + 1);
+    const uint64_t works = fits || r->most == UINT64_MAX ? 0 : dt_kv_plan_limit(s, &held, needed);
     free(entries);
     if (fits) {
         return DT_OK;
     }
     if (r->most == UINT64_MAX || works == UINT64_MAX) {
         return dt_fail_memory(r->error, (size_t)all->n * sizeof *entries, "loading the session");
+    }
+    if (!same_type) {
+        return dt_fail(r->error, DT_ERR_LIMIT,
+                       "%s holds keys and values as %s, and %s leave room for %s only: give --kv-memory %lluK or more", r->path,
+                       type_name(r->header.type_k), dt_size_of(s->params.kv_memory).text, type_name(r->type == DT_KV_F16 ? 2 : 1),
+                       (unsigned long long)works / 1024);
     }
     return dt_fail(r->error, DT_ERR_LIMIT,
                    "%s is too little for what %s holds, which is loaded whole before anything is evicted: give "
@@ -424,7 +431,9 @@ static dt_status read_lanes(reader *r, loaded *l) {
     if (all.parts == NULL) {
         return dt_fail_memory(r->error, n_lanes * sizeof *all.parts, "loading the session");
     }
-    dt_status status = dt_kv_new_like(r->session->kv, &l->kv, r->error);
+    const dt_kv *kv = r->session->kv;
+    dt_status status = r->type == r->session->params.kv_type ? dt_kv_new_like(kv, &l->kv, r->error)
+                                                             : dt_kv_new_of_type(kv, r->type, &l->kv, r->error);
     all.kv = l->kv;
     status = status == DT_OK ? read_parts(r, &all) : status;
     free(all.parts);

@@ -170,8 +170,8 @@ static dt_status read_shares(const dt_decoder *d, const dt_model_params *params,
         return good && *c == 0 && found == n && sum > 0
                    ? DT_OK
                    : dt_fail(error, DT_ERR_ARGUMENT,
-                             "'%s' does not share layers between %d devices; give a number for each, such as %s",
-                             params->device_split, n,
+                             "'%s' does not share layers between %d device%s; give a number for each, such as %s",
+                             params->device_split, n, n == 1 ? "" : "s",
                              n == 1   ? "1"
                              : n == 2 ? "3,1"
                                       : "3,1,1");

@@ -411,7 +411,16 @@ void dt_kv_set_home(dt_kv *kv, dt_kv_home *home) { kv->home = home; }
 
 dt_kv_home *dt_kv_get_home(const dt_kv *kv) { return kv->home; }
 
-static dt_status new_like(const dt_kv *kv, bool with_content, dt_kv **out, dt_error *error) {
+static void change_type(dt_kv_format *format, dt_kv_type type) {
+    const bool elsewhere = format->elsewhere;
+    dt_kv_format_init(format, type, type, format->dim_k, format->dim_v, format->block_tokens);
+    if (elsewhere) {
+        dt_kv_format_move_elsewhere(format);
+    }
+}
+
+/* type: NULL = as they are. */
+static dt_status new_like(const dt_kv *kv, const dt_kv_type *type, bool with_content, dt_kv **out, dt_error *error) {
     *out = NULL;
     dt_kv_layer_params *params = dt_memory_alloc(kv->memory, (size_t)kv->n_layers * sizeof *params);
     if (params == NULL) {
@@ -419,10 +428,13 @@ static dt_status new_like(const dt_kv *kv, bool with_content, dt_kv **out, dt_er
     }
     for (int32_t i = 0; i < kv->n_layers; i++) {
         params[i] = kv->layers[i].params;
+        if (type != NULL) {
+            change_type(&params[i].format, *type);
+        }
     }
     dt_status status = dt_kv_new(kv->memory, params, kv->n_layers, out, error);
     dt_memory_free(kv->memory, params, (size_t)kv->n_layers * sizeof *params);
-    if (status == DT_OK && kv->home != NULL) {
+    if (status == DT_OK && kv->home != NULL && type == NULL) {
         status = kv->home->ops->copy(kv->home, with_content, &(*out)->home, error);
     }
     if (status == DT_OK) {
@@ -434,11 +446,15 @@ static dt_status new_like(const dt_kv *kv, bool with_content, dt_kv **out, dt_er
     return status;
 }
 
-dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) { return new_like(kv, false, out, error); }
+dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error) { return new_like(kv, NULL, false, out, error); }
+
+dt_status dt_kv_new_of_type(const dt_kv *kv, dt_kv_type type, dt_kv **out, dt_error *error) {
+    return new_like(kv, &type, false, out, error);
+}
 
 dt_status dt_kv_fork(const dt_kv *kv, dt_kv **out, dt_error *error) {
     dt_kv *fork = NULL;
-    const dt_status status = new_like(kv, true, &fork, error);
+    const dt_status status = new_like(kv, NULL, true, &fork, error);
     *out = NULL;
     if (status != DT_OK) {
         return status;

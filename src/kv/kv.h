@@ -80,6 +80,8 @@ void dt_kv_set_home(dt_kv *kv, dt_kv_home *home);
 dt_kv_home *dt_kv_get_home(const dt_kv *kv); /* NULL: every layer is in blocks */
 /* An empty cache with the same memory, formats and budgets. */
 dt_status dt_kv_new_like(const dt_kv *kv, dt_kv **out, dt_error *error);
+/* The same with keys and values of another type. It has no home: it is there to be measured. */
+dt_status dt_kv_new_of_type(const dt_kv *kv, dt_kv_type type, dt_kv **out, dt_error *error);
 
 /* Makes room for n more entries in every lane and adds them as uncommitted, positions [first_position, first_position + n);
  * their keys and values are to be written by the attention kernel's store, masses, norms and biases are 0. first_position must
