@@ -156,7 +156,10 @@ bool dt_reader_sampling(dt_reader *r, dt_sampler_params *out) {
     }
     out->top_k = (int32_t)top_k;
     out->repeat_last_n = (int32_t)last_n;
-    out->seed = seed == -1 ? out->seed : (uint32_t)(seed % UINT32_MAX);
+    if (seed != -1) { /* -1 alone is DT_SEED_RANDOM */
+        const int64_t rest = seed % (int64_t)UINT32_MAX;
+        out->seed = (uint32_t)(rest < 0 ? rest + (int64_t)UINT32_MAX : rest);
+    }
     return true;
 }
 

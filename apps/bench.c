@@ -86,7 +86,7 @@ static bool parse_depths(const char *text, bench *b, char *message, size_t capac
             number[n] = 0;
             if (dt_parse_int(number, &depth) && depth > last && depth <= 1 << 24) {
                 b->depths[b->n_depths++] = last = depth;
-                text += n + (text[n] == ',');
+                text += n + (text[n] == ',' && text[n + 1] != 0); /* an end without a number is told */
                 continue;
             }
         }
@@ -120,10 +120,16 @@ static bool check_amounts(const bench_options *o, const bench *b, char *message,
     return true;
 }
 
-/* Room for the deepest context and all repeats on top of it. */
+/* Room for the deepest context and all repeats on top of it: where tokens are evicted there is no going back. */
 static size_t longest_context(const bench *b) {
     const bench_options *o = b->options;
     return (size_t)(b->depths[b->n_depths - 1] + (o->n_prompt + o->n_decode + 1) * (o->repeats + 1));
+}
+
+/* Each repeat goes back to the depth. */
+static int32_t longest_whole_context(const bench *b) {
+    const bench_options *o = b->options;
+    return (int32_t)(b->depths[b->n_depths - 1] + (o->n_prompt > o->n_decode ? o->n_prompt : o->n_decode) + 1);
 }
 
 static dt_status make_tokens(bench *b, dt_error *error) {
@@ -454,7 +460,7 @@ static dt_status measure_all(bench *b, dt_error *error) {
             dt_session_params params;
             dt_session *session = NULL;
             dt_shared_options_session(&b->options->shared, &params);
-            params.n_ctx = params.n_ctx > 0 ? params.n_ctx : (int32_t)b->n_tokens;
+            params.n_ctx = params.n_ctx > 0 ? params.n_ctx : on ? (int32_t)b->n_tokens : longest_whole_context(b);
             params.eviction = on ? b->eviction : NULL;
             params.n_snapshots = -1;
             if (b->options->parallel > 1) {

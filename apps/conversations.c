@@ -132,7 +132,7 @@ static uint64_t session_bytes(const dt_session *session) {
 /* Of what a session may come to, the bytes that are allocated already and stay its own. The last block of each lane is copied when
  * it is shared; where tokens are evicted, any may be. */
 static uint64_t own_bytes(const dt_session *session, bool shares, bool evicts) {
-    const uint64_t now = session_bytes(session), copied = shares ? dt_session_kv_bound(session, 1) : 0;
+    const uint64_t now = session_bytes(session), copied = shares ? dt_session_kv_bound(session, 1, 0) : 0;
     return (shares && evicts) || copied > now ? 0 : now - copied;
 }
 
@@ -271,15 +271,16 @@ static uint64_t bound_of(const dt_session *session, const dt_job *job) {
     dt_session_stats stats;
     dt_session_get_stats(session, &stats);
     const int64_t n = (int64_t)job->n_tokens + job->max_tokens;
-    return dt_session_kv_bound(session, n < stats.n_ctx ? n : stats.n_ctx);
+    return dt_session_kv_bound(session, n < stats.n_ctx ? n : stats.n_ctx, (int64_t)job->n_tokens);
 }
 
 static dt_status refuse_size(const dt_conversations *all, uint64_t bytes, const dt_job *job, dt_error *error) {
     return dt_app_fail(error, DT_ERR_LIMIT,
                        "%zu tokens of prompt and up to %lld of reply may need %s of cache, above the limit of %s "
-                       "for all; shorten the text, lower max_tokens, evict, or start the server with --kv-memory %lluK or more",
+                       "for all; shorten the text, lower max_tokens%s%s, or give a larger --kv-memory, at least %lluK",
                        job->n_tokens, (long long)job->max_tokens * job->n_choices, dt_size_text_of(bytes).text,
-                       dt_size_text_of(all->params.memory_bytes).text, (unsigned long long)(bytes + 1023) / 1024);
+                       dt_size_text_of(all->params.memory_bytes).text, job->n_choices > 1 ? " or n" : "",
+                       job->eviction == NULL ? ", evict" : "", (unsigned long long)(bytes + 1023) / 1024);
 }
 
 /* Checks that the job fits alone, and finds room. own: bytes of it that are allocated already. *out_fits false: not beside what is
@@ -294,7 +295,7 @@ static dt_status promise(dt_conversations *all, const dt_job *job, const dt_sess
                            "the model can follow",
                            job->n_tokens, (int)stats.n_ctx);
     }
-    const uint64_t bound = bound_of(session, job), total = bound * (uint64_t)job->n_choices;
+    const uint64_t bound = bound_of(session, job), total = bound * (uint64_t)(job->max_tokens > 0 ? job->n_choices : 1);
     if (total > all->params.memory_bytes) {
         return refuse_size(all, total, job, error);
     }
@@ -392,7 +393,7 @@ static dt_status branch(dt_conversations *all, dt_conversation *source, bool who
         status = promise(all, job, session, fork ? 0 : session_bytes(session), &bytes, &fits, error);
     }
     if (status == DT_OK && fits && load) { /* the file may hold more than the job will; where that finds no room it goes without */
-        const uint64_t saved = dt_session_kv_bound(session, (int64_t)source->n_computed);
+        const uint64_t saved = dt_session_kv_bound(session, (int64_t)source->n_computed, 0);
         (void)make_room(all, saved > bytes ? saved : bytes);
         status = load_source(all, source, session, &source, error);
     }

@@ -90,7 +90,10 @@ static dt_status read_eviction(const eval *e, const char *name, const json_t *ro
     shared.eviction = true;
     shared.eviction_config = json_string_value(config);
     shared.eviction_preset = json_string_value(preset);
-    if ((config != NULL) == (preset != NULL) || (config != NULL && !json_is_object(config) && !json_is_string(config)) ||
+    if (config != NULL && preset != NULL) {
+        return bad_setting(e, name, error, "has \"config\" and \"preset\"; leave one of them out");
+    }
+    if ((config == NULL && preset == NULL) || (config != NULL && !json_is_object(config) && !json_is_string(config)) ||
         (preset != NULL && !json_is_string(preset))) {
         return bad_setting(e, name, error, "needs \"config\", an object or a file's name, or \"preset\", a name");
     }

@@ -341,6 +341,12 @@ static dt_status join_saved(const dt_session *session, const texts *t, int32_t *
     return DT_OK;
 }
 
+/* What is read before the reply begins; 0: nobody knows. */
+static int32_t prompt_tokens(const main_options *o, const texts *t) {
+    const int64_t n = (int64_t)t->n_tokens + (t->goes_on ? t->n_saved : 0);
+    return o->conversation || n >= INT32_MAX ? 0 : (int32_t)(n > t->n_saved ? n : t->n_saved);
+}
+
 /* How long the conversation gets: with a saved one, at least as long as that for the moment; 0: nobody knows. */
 static int32_t expected_tokens(const main_options *o, const texts *t) {
     const int64_t n = (int64_t)t->n_tokens + (t->goes_on ? t->n_saved : 0) + o->n_predict;
@@ -506,6 +512,7 @@ static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats
         params.eviction = eviction;
         params.n_snapshots = o->conversation ? 0 : -1; /* nothing is gone back to */
         params.n_expected = expected_tokens(o, t);
+        params.n_prompt = prompt_tokens(o, t);
         status = dt_session_new(model, &params, &run.session, &error);
     }
     if (status == DT_OK) {

@@ -81,5 +81,5 @@ int main(int argc, char **argv) {
         .host = o.host, .port = (int32_t)o.port, .n_threads = session.n_threads, .device = o.shared.device, .cache = o.cache};
     const dt_status status = dt_rpc_serve(&params, &error);
     dt_report(DT_LOG_ERROR, "%s", error.message);
-    return status == DT_ERR_ARGUMENT ? 2 : 1;
+    return status == DT_ERR_ARGUMENT || status == DT_ERR_IO ? 2 : 1; /* as the server's */
 }

@@ -87,7 +87,7 @@ uint64_t dt_half_of_memory(void) {
 static int64_t longest_that_fits(const dt_session *session, int64_t n, uint64_t bytes) {
     int64_t fits = 0;
     for (int64_t step = n; step > 0; step /= 2) {
-        while (fits + step <= n && dt_session_kv_bound(session, fits + step) <= bytes) {
+        while (fits + step <= n && dt_session_kv_bound(session, fits + step, 0) <= bytes) {
             fits += step;
         }
     }
@@ -112,7 +112,7 @@ dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *
         const int64_t least = LEAST_CONVERSATION < context ? LEAST_CONVERSATION : context;
         const int64_t longest = longest_that_fits(probe, context, room);
         if (longest < least) {
-            const uint64_t needed = dt_session_kv_bound(probe, least) + fresh.kv_bytes;
+            const uint64_t needed = dt_session_kv_bound(probe, least, 0) + fresh.kv_bytes;
             snprintf(error->message, sizeof error->message,
                      "%s holds no conversation: one of %lld tokens takes %s; give at least --kv-memory %lluK",
                      dt_size_text_of(params->kv_memory).text, (long long)least, dt_size_text_of(needed).text,
@@ -124,7 +124,7 @@ dt_status dt_check_cache_memory(const dt_model *model, const dt_session_params *
         } else {
             dt_report(DT_LOG_INFO, "KV memory: at most %s; a conversation of %lld tokens takes up to %s",
                       dt_size_text_of(params->kv_memory).text, (long long)context,
-                      dt_size_text_of(dt_session_kv_bound(probe, context) + fresh.kv_bytes).text);
+                      dt_size_text_of(dt_session_kv_bound(probe, context, 0) + fresh.kv_bytes).text);
         }
         if (out_n_ctx != NULL) {
             *out_n_ctx = (int32_t)context;

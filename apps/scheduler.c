@@ -229,11 +229,13 @@ static void score_one(dt_scheduler *s) {
 }
 
 static void end_cancelled(dt_scheduler *s, bool all) {
-    const dt_error error = {.code = DT_ERR_CANCELLED, .message = "cancelled"};
+    const dt_error cancelled = {.code = DT_ERR_CANCELLED, .message = "cancelled"};
+    const dt_error stopped = {.code = DT_ERR_CANCELLED,
+                              .message = "the server stopped before the reply was done; ask again when it is back"};
     for (int32_t i = 0; i < s->n_active; i++) {
         dt_job *job = s->active[i].job;
         if (!s->active[i].over && (all || atomic_load(&job->cancelled))) {
-            dt_sequence_fail_job(s, job, &error);
+            dt_sequence_fail_job(s, job, all ? &stopped : &cancelled);
         }
     }
 }

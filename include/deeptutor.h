@@ -143,11 +143,11 @@ dt_status dt_rpc_serve(const dt_rpc_server_params *params, dt_error *error);
 #define DT_QUANTIZE_PART ".quantizing.part"
 
 typedef struct dt_quantize_params {
-    const char *input;  /* GGUF file, or the first of a split set */
+    const char *input; /* GGUF file, or the first of a split set */
     /* Written as OUTPUT.quantizing.part, renamed when whole; a file of that name must be what a killed run left. */
     const char *output;
-    const char *type;   /* "Q4_K_M", any case; dt_quantize_type lists them */
-    int32_t n_threads;  /* <= 0: as many as there are processors; fewer are used where so many can't be started */
+    const char *type;  /* "Q4_K_M", any case; dt_quantize_type lists them */
+    int32_t n_threads; /* <= 0: as many as there are processors; fewer are used where so many can't be started */
     /* May be NULL. Called after each tensor. */
     void (*progress)(int64_t n_done, int64_t n_tensors, void *user);
     void *progress_user;
@@ -285,6 +285,7 @@ typedef struct dt_session_params {
     int32_t kv_block_tokens;     /* tokens per cache block, multiple of 16; 0 = 256 (tests: 16) */
     uint64_t kv_memory; /* bytes the cache never exceeds; 0 = no limit. Settings give way (docs/memory.md), or DT_ERR_LIMIT */
     int32_t n_expected; /* the most tokens the conversation will have, for kv_memory; 0 = n_ctx */
+    int32_t n_prompt;   /* the most of them that are read at once, which DT_PREFILL_FULL keeps whole until then; 0 = all */
     /* States kept to go back to where eviction has taken what a rewind needs, one for the end of each of the last syncs, while they
      * fit into the memory that the cache was said to take; 0 = 2 (in a group none), below 0 = none */
     int32_t n_snapshots;
@@ -418,9 +419,9 @@ void dt_group_get_stats(const dt_group *group, dt_group_stats *out);
  * its own next call or step. One that fails doesn't disturb the others: DT_OK when all were done, else status and sentence of the
  * first that was not, as dt_session_sync has them. */
 dt_status dt_group_step(dt_group *group, dt_step *steps, size_t n_steps, dt_error *error);
-/* The most bytes a session's cache can come to while its conversation grows to n_tokens; what forks share is counted in each.
- * UINT64_MAX where memory is too short to tell. */
-uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens);
+/* The most bytes a session's cache can come to while its conversation grows to n_tokens, of which n_prompt are read at once before the
+ * others come one by one (0 = all); what forks share is counted in each. UINT64_MAX where memory is too short to tell. */
+uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens, int64_t n_prompt);
 
 /* ---- sessions on disk (docs/session-format.md) -------------------------------------------------- */
 

@@ -30,6 +30,11 @@ def bench(*args):
     return subprocess.run([BENCH, "-t", "1", *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
+def test_repeats_that_go_back_need_no_context(model):
+    result = bench("-m", model, "-d", "440", "-p", "64", "-n", "4", "-r", "3")
+    assert result.returncode == 0 and "trained with" not in result.stderr, result.stderr
+
+
 def refuse_constant(name):
     raise AssertionError(f"{name} in the output")
 
@@ -118,7 +123,7 @@ def test_a_file_that_is_not_there(model, tmp_path):
         assert result.returncode == code and result.stdout == "" and "none" in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("args", [["-d", "64,0"], ["-d", ""], ["-d", "0,x"], ["-r", "0"], ["--max-cache-size", "32"],
+@pytest.mark.parametrize("args", [["-d", "64,0"], ["-d", ""], ["-d", "0,x"], ["-d", "5,"], ["-r", "0"], ["--max-cache-size", "32"],
                                   ["-p", "0", "-n", "0"], ["--parallel", "2", "-n", "0"], ["--no-compare"],
                                   ["-d", "0,900", "-c", "512"]])
 def test_bad_usage(model, args):

@@ -252,7 +252,7 @@ def test_server_usage(tmp_path):
         assert result.returncode == code and fragment in result.stderr and result.stderr.startswith(b"error: "), result.stderr
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        fails(1, b"can't be listened at: Address already in use", "-p", str(taken.getsockname()[1]))
+        fails(2, b"can't be listened at: Address already in use; give another --host or --port", "-p", str(taken.getsockname()[1]))
     fails(2, b"error: example.invalid:50052 can't be listened at: give an IPv4 address", "--host", "example.invalid")
     fails(2, b"'10.0.0.1' is no flag; --help lists all", "10.0.0.1")
     port = str(free_port())

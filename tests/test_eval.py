@@ -268,6 +268,8 @@ def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
     (["ab", "-m", "M", "-i", TEXT, "-n", "0", "--max-cache-size", "32"], "at least 1"),
     (["kld", "-m", "M", "-f", TEXT, "--kept", "0.5", "--kv-memory", "1M"], "--kv-memory"),
     (["kld", "-m", "M", "-f", TEXT, "--kept", "0.5", "--policy", "none"], "leave --kept out"),
+    (["kld", "-m", "M", "-f", TEXT, "--context", "2030", "--continuation", "30", "--policy", "local_window", "--max-cache-size", "40"],
+     "smaller --context or --continuation"),
     (["ab", "-m", "M", "-i", TEXT, "--settings", "x"], "--settings")])
 def test_mistakes(tiny, args, what):
     result = run(*[tiny if a == "M" else a for a in args])

@@ -453,7 +453,7 @@ static void test_bound_holds(void **state) {
         params.prefill = variant == 0 ? DT_PREFILL_FULL : DT_PREFILL_STREAMING;
         params.kv_type = variant == 3 ? DT_KV_INT8 : DT_KV_F16;
         dt_session *s = open_session(f->model, &params);
-        const uint64_t few = dt_session_kv_bound(s, 100), many = dt_session_kv_bound(s, 300);
+        const uint64_t few = dt_session_kv_bound(s, 100, 0), many = dt_session_kv_bound(s, 300, 0);
         assert_true(few <= many && (params.eviction || 2 * few < many));
         dt_session_stats stats;
         sync_tokens(s, f->tokens, 100);
@@ -465,7 +465,32 @@ static void test_bound_holds(void **state) {
         }
         dt_session_get_stats(s, &stats);
         assert_true(stats.kv_bytes_peak <= many);
-        assert_int_equal(dt_session_kv_bound(s, 300), many);
+        assert_int_equal(dt_session_kv_bound(s, 300, 0), many);
+        dt_session_free(s);
+    }
+    dt_group_free(group);
+}
+
+/* Past the context lanes hold no more than that, and with a short prompt before a long reply no more than budgets let them. */
+static void test_bound_of_long_replies_holds(void **state) {
+    const fixture *f = *state;
+    dt_group *group = new_group(f, 1, NULL, 0);
+    for (int variant = 0; variant < 4; variant++) {
+        dt_session_params params = params_of(group);
+        params.eviction = variant % 2 == 0 ? f->scored : f->window;
+        params.prefill = variant < 2 ? DT_PREFILL_FULL : DT_PREFILL_STREAMING;
+        params.n_ctx = 256;
+        dt_session *s = open_session(f->model, &params);
+        const uint64_t reply = dt_session_kv_bound(s, 1 << 20, 20), all = dt_session_kv_bound(s, 1 << 20, 0);
+        assert_int_equal(all, dt_session_kv_bound(s, 256, 0));
+        assert_true(params.prefill == DT_PREFILL_FULL ? 2 * reply < 3 * all : reply == all);
+        dt_session_stats stats;
+        sync_tokens(s, f->tokens, 20);
+        for (int32_t i = 20; i < 400; i++) {
+            append_token(s, f->tokens[i % 300]);
+        }
+        dt_session_get_stats(s, &stats);
+        assert_true(stats.kv_bytes_peak <= reply);
         dt_session_free(s);
     }
     dt_group_free(group);
@@ -522,10 +547,15 @@ static void test_other_calls_in_a_group(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_each_is_as_alone),  cmocka_unit_test(test_failures_stay_apart),
-        cmocka_unit_test(test_a_prompt_given_up), cmocka_unit_test(test_forks_share_a_prefix),
-        cmocka_unit_test(test_limit_of_a_group),  cmocka_unit_test(test_decoding_allocates_nothing),
-        cmocka_unit_test(test_bound_holds),       cmocka_unit_test(test_other_calls_in_a_group),
+        cmocka_unit_test(test_each_is_as_alone),
+        cmocka_unit_test(test_failures_stay_apart),
+        cmocka_unit_test(test_a_prompt_given_up),
+        cmocka_unit_test(test_forks_share_a_prefix),
+        cmocka_unit_test(test_limit_of_a_group),
+        cmocka_unit_test(test_decoding_allocates_nothing),
+        cmocka_unit_test(test_bound_holds),
+        cmocka_unit_test(test_bound_of_long_replies_holds),
+        cmocka_unit_test(test_other_calls_in_a_group),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }

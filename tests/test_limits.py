@@ -182,6 +182,31 @@ def test_the_memory_that_is_named_for_a_session_works(model, tmp_path, saved, fl
     assert n_named > 0
 
 
+def test_a_session_longer_than_the_context(model, tmp_path):
+    """Budgets that give way let it go past the context, those that were asked for don't: no limit would help, and none is named."""
+    session = tmp_path / "s.bin"
+    assert run("-m", model, "-p", "abcdefgh " * 48, "-n", "2", "--temp", "0", "--session", str(session)).returncode == 0
+    flags = ("-m", model, "--session", str(session), "-n", "2", "--temp", "0", "--cache-eviction", "--max-cache-size", "400",
+             "--min-cache-size", "10", "--memory-slots", "0")
+    for limit in range(120, 400, 20):
+        result = run(*flags, "-c", "300", "--kv-memory", f"{limit}K")
+        assert result.returncode == 2 and b"longer than the context of 300; give a larger -c" in result.stderr, result
+    assert run(*flags, "-c", "600").returncode == 0
+
+
+def test_sizes_of_lanes_within_a_shared_budget(model, tmp_path):
+    config = tmp_path / "lanes.json"
+    config.write_text(json.dumps({"budget": "adaptive", "total_cache_size": 100000,
+                                  "layers": {"0-": {"policy": "importance_score", "lanes": [20, 30]}}}))
+    log, stats = stats_of(model, tmp_path, "-p", "abc " * 90, "-n", "4", "-c", "200", "--cache-eviction", "--eviction-config", str(config))
+    assert b"max 20-30" in log.stderr and [layer["max_cache_size"] for layer in stats["layers"]] == [30, 30]
+
+
+def test_characters_beyond_unicode(model):
+    result = run("-m", model, "-p", b"ab\xf7\xbf\xbf\xbf", "-n", "1")
+    assert result.returncode in (0, 1) and (result.returncode == 0 or b"byte 3 of the text begins a character above U+10FFFF" in result.stderr)
+
+
 def test_odd_contexts(model):
     """Row 26."""
     assert_fails(run("-m", model, "-p", "abc", "-n", "1", "-c", "1"), 1, "context of 1")

@@ -32,6 +32,9 @@ def test_layers_elsewhere(tmp_path):
              for flags in ((), ("--device", "ggml-cpu", "-ngl", "3"), ("--device", "ggml-cpu", "-ngl", "0"))]
     devices = [s["device"] for s in stats]
     assert devices == ["cpu", "ggml-cpu (layers 0-2)", "cpu"]
+    whole, evicting = [run_stats(tmp_path, "-p", "In the beginning God created the heaven", "-n", "4", "--device", "ggml-cpu", *flags)[1]
+                       for flags in ((), ("--cache-eviction", "--max-cache-size", "64"))]
+    assert whole["kv_bytes_full"] == evicting["kv_bytes_full"]  # with nothing evicted there are no scores either
     tokens = [s["generated_token_ids"] for s in stats]
     assert tokens[1][:2] == tokens[0][:2] and tokens[2] == tokens[0]
 

@@ -76,7 +76,7 @@ def test_goes_on_without_its_text(tmp_path, flags):
     # a block of 256 tokens of each lane takes 5.7 MiB, scores some more
     assert run_model("-n", "2", *session, "--kv-memory", "8M", *greedy).returncode == 0
     refused = run_model("-n", "2", *session, "--kv-memory", "4M", *greedy)
-    assert_fails(refused, 2, "as f16, and 4.0 MiB leave room for int8 only: give --kv-memory")
+    assert_fails(refused, 2, "as f16, and under these settings 4.0 MiB leave room for int8 only: give --kv-memory")
     named = re.search(rb"--kv-memory (\d+K)", refused.stderr).group(1).decode()
     assert run_model("-n", "2", *session, "--kv-memory", named, *greedy).returncode == 0
     assert_fails(run_model("-n", "2", *session, "--kv-memory", "99M", "--kv-type", "int8", *greedy), 2, "cache is int8; give --kv-type f16")

@@ -359,7 +359,7 @@ static void test_null_for_a_session(void **state) {
     assert_null(dt_session_tokens(NULL, &n));
     assert_null(dt_session_note(NULL, &n));
     assert_int_equal(n, 0);
-    assert_int_equal(dt_session_kv_bound(NULL, 4), 0);
+    assert_int_equal(dt_session_kv_bound(NULL, 4, 0), 0);
     assert_int_equal(dt_session_file_tokens(NULL), 0);
 
     dt_group *group = NULL;

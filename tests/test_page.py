@@ -1,5 +1,6 @@
 """The web page in a real browser (headless Chromium), served by ./deeptutor-server with a tiny model, whose replies are noise; what
 Markdown becomes is checked with text of our own. Where DT_SCREENSHOTS names a folder, pictures of the page are left there."""
+import json
 import os
 import shutil
 import time
@@ -50,7 +51,7 @@ def open_page(browser, server, width=1280, height=850, scheme="light", keep=Fals
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     browser.get(f"http://127.0.0.1:{server.port}/")
     if not keep:
-        browser.execute_script("localStorage.clear()")
+        browser.execute_script("localStorage.clear(); sessionStorage.clear()")
         browser.refresh()
     wait(lambda: get(browser, "model").text != "")
 
@@ -74,6 +75,29 @@ def ask(browser, text, n_tokens=24):
     get(browser, "prompt").send_keys(text, Keys.ENTER)
     wait(lambda: len(replies(browser)) == n + 1 and get(browser, "send").is_displayed())
     return replies(browser)[-1].find_element(By.CLASS_NAME, "text").text
+
+
+# Stands for the server: refuses with a status, is gone (0), or sends a piece, which may be empty, and then nothing more.
+STAND_IN = """
+const [status, piece] = arguments;
+window.fetch = (address, { signal }) => new Promise((resolve, reject) => {
+  if (status === 0) reject(new TypeError("gone"));
+  else if (status !== 200) resolve(new Response('{"error": {"message": "no"}}', { status }));
+  else resolve(new Response(new ReadableStream({ start(sink) {
+    const delta = JSON.stringify({ choices: [{ delta: { content: piece } }] });
+    if (piece) sink.enqueue(new TextEncoder().encode(`data: ${delta}\\n\\n`));
+    signal.addEventListener("abort", () => sink.error(new DOMException("stopped", "AbortError")));
+  } })));
+});
+"""
+
+
+def shown(browser):
+    return [message.text for message in browser.find_elements(By.CSS_SELECTOR, ".message .text")]
+
+
+def kept(browser, where="session"):
+    return [m["content"] for m in json.loads(browser.execute_script(f"return {where}Storage.getItem('deeptutor.messages')"))]
 
 
 def replies(browser):
@@ -142,6 +166,110 @@ def test_stop_and_answer_again(browser, server):
     assert len(replies(browser)) == 1
 
 
+def test_an_answer_stays_until_there_is_another(browser, server):
+    open_page(browser, server)
+    ask(browser, "hello")
+    before = shown(browser), kept(browser)
+    assert len(before[0]) == 2
+    for status, piece in ((0, ""), (429, ""), (503, ""), (200, ""), (200, " \n")):
+        browser.execute_script(STAND_IN, status, piece)
+        get(browser, "again").click()
+        if status == 200:
+            assert len(shown(browser)) == 2 and get(browser, "stop").is_displayed()
+            get(browser, "stop").click()
+        wait(lambda: get(browser, "send").is_displayed())
+        assert (shown(browser), kept(browser)) == before and kept(browser, "local") == before[1], (status, piece)
+        assert get(browser, "status").text != ""
+    get(browser, "again").click()
+    open_page(browser, server, keep=True)  # left before anything of the new one came
+    assert (shown(browser), kept(browser)) == before
+    browser.execute_script(STAND_IN, 200, "another")
+    get(browser, "again").click()
+    wait(lambda: shown(browser)[-1] == "another")
+    get(browser, "stop").click()
+    wait(lambda: get(browser, "send").is_displayed())
+    assert shown(browser) == kept(browser) == kept(browser, "local") == ["hello", "another"]
+
+
+def test_leaving_keeps_the_part_of_a_reply_that_has_come(browser, server):
+    open_page(browser, server)
+    browser.execute_script(STAND_IN, 200, "The first half")
+    get(browser, "prompt").send_keys("hello", Keys.ENTER)
+    wait(lambda: shown(browser) == ["hello", "The first half"])
+    browser.execute_script(  # a phone puts the page away, and may end it there
+        "Object.defineProperty(document, 'hidden', { value: true, configurable: true });"
+        "document.dispatchEvent(new Event('visibilitychange')); delete document.hidden;")
+    assert kept(browser) == ["hello", "The first half"]
+    browser.execute_script(  # and elsewhere leaving need not hide it first
+        "sessionStorage.setItem('deeptutor.messages', '[]'); localStorage.setItem('deeptutor.messages', '[{}]');"
+        "Object.defineProperty(document, 'hidden', { value: false });")
+    open_page(browser, server, keep=True)
+    assert shown(browser) == kept(browser) == kept(browser, "local") == ["hello", "The first half"]
+    browser.execute_script(STAND_IN, 200, "Gone")
+    get(browser, "prompt").send_keys("more", Keys.ENTER)
+    wait(lambda: shown(browser)[-1] == "Gone")
+    browser.execute_script(  # left within the new chat, before the old one's reply has ended
+        "document.getElementById('fresh').click(); dispatchEvent(new Event('pagehide'));")
+    wait(lambda: get(browser, "send").is_displayed())
+    assert shown(browser) == kept(browser) == []
+
+
+def test_two_tabs(browser, server):
+    open_page(browser, server)
+    ask(browser, "one")
+    first, tab = shown(browser), browser.current_window_handle
+    instruct = "const s = document.getElementById('system'); s.value = arguments[0]; s.dispatchEvent(new Event('change'));"
+    browser.execute_script(instruct, "Be brief.")
+    browser.switch_to.new_window("tab")
+    other = browser.current_window_handle
+    try:
+        open_page(browser, server, keep=True)
+        assert shown(browser) == first and get(browser, "system").get_property("value") == "Be brief."  # begins with the last
+        browser.execute_script("localStorage.setItem('deeptutor.messages', '[{\"role\": \"user\", \"content\": \"a third\"}]')")
+        open_page(browser, server, keep=True)
+        assert shown(browser) == first  # its own from the beginning, before anything was written in it
+        get(browser, "fresh").click()
+        browser.execute_script(instruct, "")
+        browser.switch_to.window(tab)
+        assert kept(browser, "local") == []
+        open_page(browser, server, keep=True)
+        assert shown(browser) == first and get(browser, "system").get_property("value") == "Be brief."
+        assert kept(browser, "local") == kept(browser)  # which is more than the nothing that was there
+        browser.switch_to.window(other)
+        assert shown(browser) == []
+        open_page(browser, server, keep=True)
+        assert shown(browser) == []
+        ask(browser, "two")
+        second = shown(browser)
+        browser.switch_to.window(tab)
+        open_page(browser, server, keep=True)
+        assert shown(browser) == first
+        ask(browser, "three")
+        assert len(shown(browser)) == 4 and shown(browser)[:2] == first
+        browser.switch_to.window(other)
+        open_page(browser, server, keep=True)
+        assert shown(browser) == second
+        assert kept(browser, "local")[0] == "one"
+    finally:
+        browser.switch_to.window(other)
+        browser.close()
+        browser.switch_to.window(tab)
+
+
+def test_without_a_place_to_keep_anything(browser, server):
+    script = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": (
+        "for (const name of ['localStorage', 'sessionStorage'])"
+        "Object.defineProperty(window, name, { get() { throw new DOMException('no', 'SecurityError'); } });")})
+    try:
+        open_page(browser, server, keep=True)
+        assert ask(browser, "hello") != ""
+        assert get(browser, "status").text == "This conversation is too long for the browser to keep over a reload."
+        get(browser, "fresh").click()
+        assert shown(browser) == []
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
 def test_a_document(browser, server, tmp_path):
     open_page(browser, server)
     text, binary = tmp_path / "short story.txt", tmp_path / "picture.png"
@@ -202,6 +330,7 @@ def test_everything_has_a_name_and_a_place_in_the_tab_order(browser, server):
     assert {"fresh", "language", "prompt", "attach", "send", "evict", "preset"} <= set(seen)
 
 
+LINK = '<a href="https://a.example" target="_blank" rel="noopener noreferrer">'
 MARKDOWN = [
     ("a **b** *c* `d<e>` ~~f~~", "<p>a <strong>b</strong> <em>c</em> <code>d&lt;e&gt;</code> <del>f</del></p>"),
     ("# H\ntext", "<h3>H</h3><p>text</p>"),
@@ -214,6 +343,12 @@ MARKDOWN = [
     ("> q\n> r", "<blockquote><p>q<br>r</p></blockquote>"),
     ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
     ("[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"),
+    ("[https://b.example](https://a.example) `https://b.example`", f"<p>{LINK}https://b.example</a> "
+     "<code>https://b.example</code></p>"),
+    ("[**https://b.example** *c* `d` ~~_https://e_~~](https://a.example)", f"<p>{LINK}<strong>https://b.example</strong> "
+     "<em>c</em> <code>d</code> <del><em>https://e</em></del></a></p>"),
+    ("**[b](https://a.example)**", f"<p><strong>{LINK}b</a></strong></p>"),
+    ("_https://a.example_", f"<p><em>{LINK}https://a.example</a></em></p>"),
     (">" * 5000, None),
     ("1. " * 5000, None),
     ("2*3*4 a_b_c **", "<p>2*3*4 a_b_c **</p>"),

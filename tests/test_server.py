@@ -117,6 +117,9 @@ def test_choices_and_seeds(server):
     assert [c["text"] for c in server.complete(**body)["choices"]] == texts
     assert server.complete(**{**body, "n": 1})["choices"][0]["text"] == texts[0]
     assert server.complete(**{**body, "seed": 8})["choices"][0]["text"] == texts[1]
+    for seed in (-2, -1 << 32, (1 << 63) - 1):  # whatever number it is, it names one text
+        drawn = [text_of(server.complete(**{**body, "n": 1, "seed": seed})) for _ in range(2)]
+        assert drawn[0] == drawn[1], seed
     streamed = ["", "", ""]
     for piece in server.stream("/v1/completions", **body):
         streamed[piece["choices"][0]["index"]] += piece["choices"][0]["text"]

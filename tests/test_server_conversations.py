@@ -57,6 +57,44 @@ def test_every_size_after_every_other(model, tmp_path):
         assert server.metrics()["deeptutor_kv_bytes_peak"] <= 160 << 10
 
 
+def test_replies_longer_than_the_context(model, tmp_path):
+    """Where every layer evicts, a reply takes what the budgets let it, however long it may become; and no more than its prompt before."""
+    flags = (*FLAGS, "--cache-eviction", "--max-cache-size", "64", "--memory-slots", "0")
+    with serving(model, tmp_path, *flags, "--kv-memory", "1M") as server:
+        endless = server.send({"prompt": noise(10), "max_tokens": 1000000, "ignore_eos": True, "stream": True})
+        assert b" 200 " in endless.recv(64)
+        endless.close()
+    for n, limit in ((10, 180), (300, 260)):
+        with serving(model, tmp_path, *flags, "--kv-memory", f"{limit}K") as server:
+            answer = server.complete(prompt=noise(n), max_tokens=3000, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 3000 and server.metrics()["deeptutor_kv_bytes_peak"] <= limit << 10
+            status, answer, _ = server.ask("/v1/completions", {"prompt": noise(900), "max_tokens": 3})
+            assert status == 400 and "evict" not in answer["error"]["message"], answer
+            least = re.search(r"at least (\d+K)$", answer["error"]["message"]).group(1)
+        with serving(model, tmp_path, *flags, "--kv-memory", least) as server:
+            server.complete(prompt=noise(900), max_tokens=3)
+
+
+def test_choices_that_write_nothing(model, tmp_path):
+    with serving(model, tmp_path, *FLAGS, "--kv-memory", "160K") as server:
+        assert len(server.complete(prompt=noise(400), max_tokens=0, n=4)["choices"]) == 4
+        status, answer, _ = server.ask("/v1/completions", {"prompt": noise(400), "max_tokens": 9, "n": 4})
+        assert status == 400 and "lower max_tokens or n, evict, or" in answer["error"]["message"], answer
+
+
+def test_stopped_in_the_middle(model, tmp_path):
+    """Replies that --grace does not wait for end with a sentence about the server, not about the client."""
+    with serving(model, tmp_path, *FLAGS, "--grace", "0") as server:
+        running = server.send({"prompt": noise(10), "max_tokens": 1000, "stream": True, "ignore_eos": True})
+        assert running.recv(1)
+        server.process.terminate()
+        said = b""
+        while piece := running.recv(1 << 16):
+            said += piece
+        assert b"the server stopped before the reply was done" in said
+        server.process.wait(timeout=60)
+
+
 def test_a_place_left_in_the_queue(model, tmp_path):
     """A request that needs the memory of one that runs waits; when its client is gone, those behind it are let in at once."""
     with serving(model, tmp_path, *FLAGS, "--kv-memory", "400K") as server:

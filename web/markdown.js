@@ -10,15 +10,19 @@ function element(name, ...children) {
 // A model that repeats itself nests marks without end; below this depth they stay text.
 const deepest = 40;
 
-// Code first, since nothing inside it means anything; then links, then bold before italic.
-const spans = [
+// Code first, since nothing inside it means anything; bold before italic.
+const marks = [
   [/(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)/, (m) => element("code", m[2].replace(/^ (.*) $/, "$1"))],
-  [/\[([^\]\n]+)\]\((https?:\/\/[^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)\)/, (m, depth) => link(m[2], inline(m[1], depth))],
+  [/\*\*(?=\S)([\s\S]*?\S)\*\*/, (m, ...within) => element("strong", ...inline(m[1], ...within))],
+  [/(?<![\w*])\*(?=[^\s*])([^*\n]*?[^\s*])\*(?![\w*])/, (m, ...within) => element("em", ...inline(m[1], ...within))],
+  [/(?<!\w)_(?=[^\s_])([^_\n]*?[^\s_])_(?!\w)/, (m, ...within) => element("em", ...inline(m[1], ...within))],
+  [/~~(?=\S)([\s\S]*?\S)~~/, (m, ...within) => element("del", ...inline(m[1], ...within))],
+];
+// The text of a link takes marks alone: of a link in a link, the inner one would be followed.
+const spans = [
+  ...marks,
+  [/\[([^\]\n]+)\]\((https?:\/\/[^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)\)/, (m, depth) => link(m[2], inline(m[1], depth, marks))],
   [/https?:\/\/[^\s<>()"'`\]]*[^\s<>()"'`\].,;:!?]/, (m) => link(m[0], [m[0]])],
-  [/\*\*(?=\S)([\s\S]*?\S)\*\*/, (m, depth) => element("strong", ...inline(m[1], depth))],
-  [/(?<![\w*])\*(?=[^\s*])([^*\n]*?[^\s*])\*(?![\w*])/, (m, depth) => element("em", ...inline(m[1], depth))],
-  [/(?<!\w)_(?=[^\s_])([^_\n]*?[^\s_])_(?!\w)/, (m, depth) => element("em", ...inline(m[1], depth))],
-  [/~~(?=\S)([\s\S]*?\S)~~/, (m, depth) => element("del", ...inline(m[1], depth))],
 ];
 
 function link(address, children) {
@@ -29,17 +33,17 @@ function link(address, children) {
   return made;
 }
 
-function inline(text, depth = 0) {
+function inline(text, depth = 0, known = spans) {
   const out = [];
   while (text && depth < deepest) {
     let first = null, make = null;
-    for (const [pattern, builder] of spans) {
+    for (const [pattern, builder] of known) {
       const found = pattern.exec(text);
       if (found && (!first || found.index < first.index)) [first, make] = [found, builder];
     }
     if (!first) break;
     if (first.index > 0) out.push(text.slice(0, first.index));
-    out.push(make(first, depth + 1));
+    out.push(make(first, depth + 1, known));
     text = text.slice(first.index + first[0].length);
   }
   if (text) out.push(text);

@@ -9,29 +9,51 @@ const $ = (id) => document.getElementById(id);
 const BIGGEST_DOCUMENT = 32 << 20; // bytes; a model's context is far smaller
 
 // messages: {role, content, documents: [{name, text}]}; documents only where the user added some
+// running: {stop, conversation, reply, replaced}; the messages that the reply goes after, and the answers it is to replace
 let messages = [], documents = [], running = null, server = null;
 
 /* ---- what the browser keeps ---- */
 
-function load(name) {
+// Every tab has its own conversation and settings in sessionStorage, which a reload leaves alone. What any tab wrote last is in
+// localStorage besides, and a new tab begins with it.
+function read(where, name) {
   try {
-    return JSON.parse(localStorage.getItem(name));
+    return JSON.parse(window[where].getItem(name));
   } catch {
     return null;
   }
 }
 
-function keep(name, value) {
+function write(where, name, value) {
   try {
-    localStorage.setItem(name, JSON.stringify(value));
+    window[where].setItem(name, JSON.stringify(value));
     return true;
   } catch { // no room, or not allowed
     return false;
   }
 }
 
+function load(name, otherwise) {
+  const own = read("sessionStorage", name);
+  if (own !== null) return own;
+  const found = read("localStorage", name) ?? otherwise;
+  write("sessionStorage", name, found); // or a reload would begin with what another tab wrote meanwhile
+  return found;
+}
+
+function keep(name, value) {
+  write("localStorage", name, value);
+  return write("sessionStorage", name, value); // this one decides what a reload shows
+}
+
+// Until a reply has some text, the answer it is to replace stands.
+function withReply() {
+  if (running?.conversation !== messages) return messages; // none runs, or it belongs to a chat left meanwhile
+  return [...messages, ...(running.reply.content.trim() !== "" ? [running.reply] : running.replaced)];
+}
+
 function keepMessages() {
-  if (!keep("deeptutor.messages", messages)) status(say("unsaved"));
+  if (!keep("deeptutor.messages", withReply())) status(say("unsaved"));
 }
 
 function keepSettings() {
@@ -125,12 +147,13 @@ function request() {
   return body;
 }
 
-async function answer() {
-  const reply = { role: "assistant", content: "" }, conversation = messages;
+async function answer(replaced = []) {
+  const reply = { role: "assistant", content: "" };
   const body = request();
   const view = messageView(reply), text = view.querySelector(".text");
   let drawn = false, reason = "";
-  running = new AbortController();
+  const stop = new AbortController();
+  running = { stop, conversation: messages, reply, replaced };
   $("messages").append(view);
   $("welcome").hidden = true;
   showButtons();
@@ -143,7 +166,7 @@ async function answer() {
     if (follow) toEnd();
   };
   try {
-    await chat(body, $("key").value, running.signal, {
+    await chat(body, $("key").value, stop.signal, {
       text: (piece) => {
         reply.content += piece;
         status(say("writingNow"));
@@ -162,8 +185,8 @@ async function answer() {
       : problem instanceof Refused && (problem.status === 429 || problem.status === 503) ? say("busy", { n: problem.retryAfter })
         : problem instanceof Refused ? say("failed", { why: problem.message }) : say("gone"));
   }
+  messages = withReply();
   running = null;
-  if (messages === conversation && reply.content !== "") messages.push(reply); // not into a new chat begun meanwhile
   keepMessages();
   showMessages();
   if (atEnd()) toEnd();
@@ -217,13 +240,13 @@ async function add(files) {
 function settingsNote() { $("settings-note").textContent = server ? say(server.eviction.override ? "changed" : "fixed") : ""; }
 
 async function begin() {
-  const kept = load("deeptutor.settings") ?? {};
+  const kept = load("deeptutor.settings", {});
   useLanguage(kept.language ?? (navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en"));
   $("language").value = chosenLanguage();
   $("system").value = kept.system ?? "";
   $("temperature").value = kept.temperature ?? "";
   $("max-tokens").value = kept.maxTokens ?? "";
-  messages = load("deeptutor.messages") ?? [];
+  messages = load("deeptutor.messages", []);
   showMessages();
   paint();
   toEnd();
@@ -254,15 +277,16 @@ $("prompt").addEventListener("keydown", (event) => {
     send();
   }
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
-$("stop").addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.stop.abort(); });
+$("stop").addEventListener("click", () => running?.stop.abort());
 $("again").addEventListener("click", () => {
-  while (messages.length && messages[messages.length - 1].role === "assistant") messages.pop();
+  const replaced = [];
+  while (messages.length && messages[messages.length - 1].role === "assistant") replaced.unshift(messages.pop());
   showMessages();
-  answer();
+  answer(replaced);
 });
 $("fresh").addEventListener("click", () => {
-  running?.abort();
+  running?.stop.abort();
   messages = [];
   documents = [];
   keepMessages();
@@ -291,6 +315,13 @@ $("prompt").addEventListener("paste", (event) => {
     event.preventDefault();
     add([...event.clipboardData.files]);
   }
+});
+addEventListener("pagehide", () => {
+  // The part of a reply that has come; or what is kept nowhere else any more, after a new chat in another tab.
+  if (running || read("localStorage", "deeptutor.messages")?.length === 0) keepMessages();
+});
+document.addEventListener("visibilitychange", () => { // a phone may end a page that isn't seen, without a pagehide
+  if (document.hidden && running) keepMessages();
 });
 let dragged = 0; // enter and leave come for every element on the way
 document.addEventListener("dragenter", (event) => {

@@ -19,6 +19,9 @@ class Error(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self):  # RuntimeError's own leaves the status out, and whoever gets it from another process can't make it again
+        return type(self), (self.status, *self.args), self.__dict__
+
 
 # C's type: (smallest, greatest). A signed one reads all its bits set as -1.
 _RANGES = {kind: (-2**(8 * ctypes.sizeof(kind) - 1), 2**(8 * ctypes.sizeof(kind) - 1) - 1) if kind(-1).value < 0
@@ -150,7 +153,7 @@ class dt_sampler_params(_Params):
 class dt_session_params(_Params):
     _fields_ = [("n_ctx", c_int32), ("n_batch", c_int32), ("n_threads", c_int32), ("n_threads_batch", c_int32), ("kv_type", c_int),
                 ("prefill", c_int), ("kernel", c_char_p), ("eviction", c_void_p), ("evict", c_int), ("kv_block_tokens", c_int32),
-                ("kv_memory", c_uint64), ("n_expected", c_int32), ("n_snapshots", c_int32),
+                ("kv_memory", c_uint64), ("n_expected", c_int32), ("n_prompt", c_int32), ("n_snapshots", c_int32),
                 ("group", c_void_p)]
 
 

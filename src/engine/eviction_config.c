@@ -44,7 +44,7 @@ dt_budget dt_eviction_complete(const dt_eviction_request *request) {
         return (dt_budget){0};
     }
     const int32_t least = dt_eviction_smallest_lane(request);
-    int32_t max = request->max_cache_size;
+    int32_t max = request->n_lanes > 0 ? 0 : request->max_cache_size;
     for (int32_t i = 0; i < request->n_lanes; i++) {
         max = DT_MAX(max, request->lanes[i]);
     }

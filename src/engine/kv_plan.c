@@ -67,7 +67,7 @@ static int32_t expected_tokens(const dt_session_params *params) {
     return params->n_expected > 0 ? DT_MIN(params->n_expected, params->n_ctx) : params->n_ctx;
 }
 
-/* A lane holds the whole conversation, or its budget and the chunk that is being read. */
+/* A lane holds the whole conversation; or its budget and the chunk that is being read, and with DT_PREFILL_FULL the prompt. */
 static void measure_lanes(plan *p, bool evicts) {
     const int32_t n_layers = p->model->info.n_layers, n = expected_tokens(p->params);
     const int32_t n_evicting = dt_budgets_that_evict(p->budgets, n_layers), n_sharing = DT_MAX(n_evicting, 1);
@@ -75,11 +75,14 @@ static void measure_lanes(plan *p, bool evicts) {
     for (int32_t i = 0; i < n_layers; i++) {
         p->repeated = dt_policy_repeats(p->budgets[i].policy) ? DT_MIN(p->params->n_batch, DT_REPEAT_CHUNK) : p->repeated;
     }
-    const bool bounded = evicts && p->params->evict == DT_EVICT_ALWAYS && p->params->prefill == DT_PREFILL_STREAMING;
+    const int32_t n_prompt = p->params->n_prompt > 0 ? DT_MIN(p->params->n_prompt, n) : n;
+    const int32_t whole = p->params->prefill == DT_PREFILL_FULL ? n_prompt : 0; /* before anything of it is evicted */
+    const bool bounded = evicts && p->params->evict == DT_EVICT_ALWAYS;
     for (int32_t i = 0; i < n_layers; i++) {
         const dt_budget *b = &p->budgets[i];
         const int64_t max = p->total > 0 ? p->total / n_sharing + p->params->kv_block_tokens : b->max_cache_size;
-        const int64_t budget = b->policy && bounded ? DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch : n;
+        const int64_t kept = DT_MIN(max, (int64_t)b->max_cache_size) + p->params->n_batch;
+        const int64_t budget = b->policy && bounded ? DT_MAX(kept, (int64_t)whole) : n;
         p->longest[i] = (int32_t)DT_MIN(DT_MIN(budget, (int64_t)n) + p->repeated + b->memory_slots, (int64_t)INT32_MAX);
     }
 }
@@ -370,13 +373,14 @@ uint64_t dt_kv_plan_limit(const dt_session *session, const dt_kv_held *held, uin
     return needed == UINT64_MAX ? UINT64_MAX : limit;
 }
 
-uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens) {
+uint64_t dt_session_kv_bound(const dt_session *session, int64_t n_tokens, int64_t n_prompt) {
     if (session == NULL) {
         return 0;
     }
     const dt_hparams *hp = &session->model->decoder->hp;
     dt_session_params params = session->params;
-    params.n_ctx = params.n_expected = (int32_t)DT_MIN(DT_MAX(n_tokens, 1), (int64_t)INT32_MAX / 2);
+    params.n_expected = (int32_t)DT_MIN(DT_MAX(n_tokens, 1), (int64_t)params.n_ctx); /* past the context lanes hold no more */
+    params.n_prompt = (int32_t)DT_MIN(DT_MAX(n_prompt, 0), (int64_t)params.n_ctx);
     int32_t *lengths = new_lengths(hp);
     plan p;
     uint64_t bytes = UINT64_MAX;

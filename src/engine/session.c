@@ -27,11 +27,12 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     dt_session_params *p = &s->params;
     const dt_model_info *info = dt_model_get_info(s->model);
     *p = params ? *params : defaults;
-    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0 ||
+    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0 || p->n_prompt < 0 ||
         p->kv_block_tokens < 0) {
-        return dt_fail(error, DT_ERR_ARGUMENT,
-                       "n_ctx, n_batch, n_threads, n_threads_batch, kv_block_tokens and n_expected can't be negative; 0 stands for "
-                       "the default");
+        return dt_fail(
+            error, DT_ERR_ARGUMENT,
+            "n_ctx, n_batch, n_threads, n_threads_batch, kv_block_tokens, n_expected and n_prompt can't be negative; 0 stands for "
+            "the default");
     }
     if ((unsigned)p->kv_type > DT_KV_INT8 || (unsigned)p->prefill > DT_PREFILL_STREAMING || (unsigned)p->evict > DT_EVICT_HELD) {
         return dt_fail(error, DT_ERR_ARGUMENT,
@@ -82,7 +83,7 @@ int32_t dt_session_next_position(const dt_session *s) { return s->n_tokens - dt_
 /* Where every layer evicts, or sees no more than a window, its tokens can always be moved together so that no query is farther from
  * a key than the context is long, and the conversation may go on beyond it. Positions must then be free for a chunk, and for a
  * repetition where scores need one. */
-static void find_headroom(dt_session *s, const dt_budget *budgets) {
+static int64_t chunk_past_context(const dt_session *s, const dt_budget *budgets, bool *out_repeats) {
     int64_t kept = 0;
     bool repeats = false;
     for (int32_t i = 0; i < s->model->info.n_layers; i++) {
@@ -99,8 +100,20 @@ static void find_headroom(dt_session *s, const dt_budget *budgets) {
     const int64_t chunk = DT_MIN(repeats ? DT_MAX(room / 2, room - DT_REPEAT_CHUNK) : room, (int64_t)s->params.n_batch);
     const bool may_move = s->params.evict == DT_EVICT_ALWAYS && dt_kv_layer(s->kv, 0)->keeps_origins &&
                           chunk >= DT_MIN(LEAST_CHUNK, s->params.n_batch);
-    s->chunk = may_move ? (int32_t)chunk : s->params.n_batch;
-    s->headroom = may_move ? (int32_t)(chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0)) : 0;
+    *out_repeats = repeats;
+    return may_move ? chunk : 0;
+}
+
+bool dt_session_passes_context(const dt_session *s, const dt_budget *budgets) {
+    bool repeats;
+    return chunk_past_context(s, budgets, &repeats) > 0;
+}
+
+static void find_headroom(dt_session *s, const dt_budget *budgets) {
+    bool repeats = false;
+    const int64_t chunk = chunk_past_context(s, budgets, &repeats);
+    s->chunk = chunk > 0 ? (int32_t)chunk : s->params.n_batch;
+    s->headroom = (int32_t)(chunk + (repeats ? DT_MIN(chunk, DT_REPEAT_CHUNK) : 0));
     s->free_after = repeats ? s->headroom : 0;
 }
 
@@ -606,7 +619,7 @@ static int64_t passing_budget(const dt_session *s) {
 /* What to do where a conversation may not pass its context. */
 static dt_status fail_at_context(const dt_session *s, const char *what, int32_t most, dt_error *error) {
     const bool always = s->params.evict == DT_EVICT_ALWAYS, every_layer = dt_kv_layer(s->kv, 0)->keeps_origins;
-    const int64_t budget = always && every_layer ? passing_budget(s) : 0;
+    const int64_t budget = always && every_layer && may_evict(s) ? passing_budget(s) : 0;
     char advice[160] = "shorten the text";
     if (budget > 0) {
         snprintf(advice, sizeof advice, "a max_cache_size of at most %lld lets the conversation go past it; else shorten the text",

@@ -69,6 +69,8 @@ struct dt_session {
 
 /* Sets max_tokens anew after the cache was exchanged or emptied. */
 void dt_session_set_limit(dt_session *session);
+/* Whether a conversation under budgets[n_layers] goes on beyond n_ctx. */
+bool dt_session_passes_context(const dt_session *session, const dt_budget *budgets);
 /* DT_ERR_ARGUMENT inside a function of the caller's (dt_group_is_asking). */
 dt_status dt_session_check_idle(const dt_session *session, dt_error *error);
 /* By how much positions in the cache are behind indices in the conversation, and that of the next token. */

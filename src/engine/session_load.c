@@ -106,6 +106,12 @@ int64_t dt_session_file_tokens(const char *path) {
     return good ? header.n_tokens : 0;
 }
 
+static dt_status too_long(const reader *r) {
+    return dt_fail(r->error, DT_ERR_ARGUMENT,
+                   "%s holds a conversation of %u tokens, longer than the context of %d; give a larger -c, or name another file",
+                   r->path, r->header.n_tokens, r->session->params.n_ctx);
+}
+
 /* Does it belong to this model, and does it fit this session? */
 static dt_status check_header(reader *r) {
     const dt_session_header *h = &r->header;
@@ -130,8 +136,7 @@ static dt_status check_header(reader *r) {
         return damaged(r, "its header contradicts itself");
     }
     if (s->headroom > 0 ? h->n_tokens > (uint32_t)s->max_tokens : h->n_tokens - h->shift > (uint32_t)s->params.n_ctx) {
-        return dt_fail(r->error, DT_ERR_ARGUMENT, "%s holds a conversation of %u tokens, longer than the context of %d (-c)",
-                       r->path, h->n_tokens, s->params.n_ctx);
+        return too_long(r);
     }
     if (h->whole_from > h->n_tokens || h->peaks_until > h->n_tokens || h->newest_dropped < -1 ||
         h->newest_dropped >= (int32_t)DT_MAX(h->n_tokens - h->shift, 1u)) {
@@ -339,14 +344,20 @@ static dt_status check_limit(reader *r, const lane_parts *all) {
     if (fits) {
         return DT_OK;
     }
+    if (n_tokens - r->header.shift > s->params.n_ctx && !dt_session_passes_context(s, s->asked.budgets)) {
+        return too_long(r); /* under any limit that gives these budgets back */
+    }
     if (r->most == UINT64_MAX || works == UINT64_MAX) {
         return dt_fail_memory(r->error, (size_t)all->n * sizeof *entries, "loading the session");
     }
     if (!same_type) {
-        return dt_fail(r->error, DT_ERR_LIMIT,
-                       "%s holds keys and values as %s, and %s leave room for %s only: give --kv-memory %lluK or more", r->path,
-                       type_name(r->header.type_k), dt_size_of(s->params.kv_memory).text, type_name(r->type == DT_KV_F16 ? 2 : 1),
-                       (unsigned long long)works / 1024);
+        return dt_fail(
+            r->error, DT_ERR_LIMIT,
+            "%s holds keys and values as %s, and under these settings %s leave room for %s only: give --kv-memory %lluK or "
+            "more%s",
+            r->path, type_name(r->header.type_k), dt_size_of(s->params.kv_memory).text, type_name(r->type == DT_KV_F16 ? 2 : 1),
+            (unsigned long long)works / 1024,
+            dt_budgets_that_evict(s->asked.budgets, s->model->info.n_layers) > 0 ? ", or smaller budgets" : "");
     }
     return dt_fail(r->error, DT_ERR_LIMIT,
                    "%s is too little for what %s holds, which is loaded whole before anything is evicted: give "

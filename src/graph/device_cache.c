@@ -244,7 +244,7 @@ static size_t home_bytes_for(const dt_kv_home *home, int32_t n) {
     size_t bytes = 0;
     for (int32_t i = 0; i < cache->decoder->hp.n_layers; i++) {
         const dt_device_layer *layer = &cache->layers[i];
-        bytes += layer->device >= 0 ? layer_bytes(layer, capacity_for(n)) + layer->ring_bytes : 0;
+        bytes += layer->device >= 0 ? layer_bytes(layer, capacity_for(n)) : 0; /* the ring is for evicting */
     }
     return bytes;
 }

@@ -36,7 +36,9 @@ static dt_status check_address(const char *host, int32_t port, dt_error *error) 
     if (descriptor >= 0) {
         close(descriptor);
     }
-    return free_to_use ? DT_OK : dt_fail(error, DT_ERR_IO, "%s:%d can't be listened at: %s", host, port, strerror(reason));
+    return free_to_use ? DT_OK
+                       : dt_fail(error, DT_ERR_IO, "%s:%d can't be listened at: %s; give another --host or --port", host, port,
+                                 strerror(reason));
 }
 
 static dt_status find_lent(const char *spec, ggml_backend_dev_t *out, int32_t *n, dt_error *error) {

@@ -449,6 +449,17 @@ static dt_status tokenize(const dt_vocab *vocab, const char *text, size_t n_byte
     });
 }
 
+/* Where a character of four bytes above U+10FFFF begins, which some vocabularies can't split; n_bytes: nowhere. */
+static size_t beyond_unicode(const char *text, size_t n_bytes) {
+    for (size_t i = 0; i + 1 < n_bytes; i++) {
+        const unsigned char c = (unsigned char)text[i], next = (unsigned char)text[i + 1];
+        if ((c == 0xf4 && next >= 0x90 && next < 0xc0) || (c >= 0xf5 && c <= 0xf7 && next >= 0x80 && next < 0xc0)) {
+            return i;
+        }
+    }
+    return n_bytes;
+}
+
 dt_status dt_vocab_tokenize(const dt_vocab *vocab, const char *text, size_t n_bytes, bool add_special, bool parse_special,
                             int32_t **out_tokens, size_t *out_n, dt_error *error) {
     *out_tokens = nullptr;
@@ -465,7 +476,12 @@ dt_status dt_vocab_tokenize(const dt_vocab *vocab, const char *text, size_t n_by
     }
     auto run = [&] { return tokenize(vocab, text, n_bytes, add_special, parse_special, out_tokens, out_n, error); };
     /* some vocabularies split with std::regex, which recurses once per byte of a run of equal letters */
-    return n_bytes > shallow_text_bytes ? on_deep_stack(error, regex_stack_bytes, run) : run();
+    const dt_status status = n_bytes > shallow_text_bytes ? on_deep_stack(error, regex_stack_bytes, run) : run();
+    const size_t beyond = status == DT_ERR_TOKENIZER ? beyond_unicode(text, n_bytes) : n_bytes;
+    return beyond == n_bytes
+               ? status
+               : dt_fail(error, status, "byte %zu of the text begins a character above U+10FFFF, which is none; take it out",
+                         beyond + 1);
 }
 
 size_t dt_vocab_token_bytes(const dt_vocab *vocab, int32_t token, bool special, char *buffer, size_t capacity) {
