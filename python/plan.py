@@ -8,6 +8,7 @@ arithmetic: two operations per weight and token, four per head, dimension and vi
 at best; the speed-up of decoding is a ratio of bytes and does not depend on the device at all.
 """
 import argparse
+import re
 import sys
 
 from command_line import Parser
@@ -20,10 +21,15 @@ CHUNK = 512
 PRESETS = {"chat": (2048, 4096), "docqa": (4096, 8192), "code": (4096, 4096), "summary": (3072, 6144)}  # shallow, deep
 
 
-class Model:
-    """What of a GGUF file speed depends on."""
+class Refused(Exception):
+    """The text says what is wrong with the file."""
 
-    def __init__(self, reader):
+
+class Model:
+    """What of a GGUF model speed depends on. readers: of its parts; what it is, the first says."""
+
+    def __init__(self, readers):
+        reader, tensors = readers[0], [t for part in readers for t in part.tensors]
         arch = self.value(reader, "general.architecture")
 
         def key(name, default=None):
@@ -35,9 +41,9 @@ class Model:
         self.dim_k = int(key("attention.key_length", int(key("embedding_length")) // self.heads))
         self.dim_v = int(key("attention.value_length", self.dim_k))
         experts, used = int(key("expert_count", 0)), int(key("expert_used_count", 0))
-        tied = all(t.name != "output.weight" for t in reader.tensors)
+        tied = all(t.name != "output.weight" for t in tensors)
         self.step_bytes = self.step_weights = 0.0
-        for t in reader.tensors:
+        for t in tensors:
             if len(t.shape) < 2 or (t.name == "token_embd.weight" and not tied):
                 continue
             share = used / experts if experts and "_exps" in t.name else 1.0
@@ -50,6 +56,37 @@ class Model:
         return default if field is None else field.contents()
 
 
+def split_of(reader):
+    """(which part of a split model this is, from 0, of how many)"""
+    return int(Model.value(reader, "split.no", 0)), int(Model.value(reader, "split.count", 1))
+
+
+def read_parts(path, read):
+    """Readers of the file, or of all parts of the split model of which it is the first."""
+    first = read(path)
+    no, count = split_of(first)
+    if count <= 1:
+        return [first]
+    last = f"-of-{count:05d}.gguf"
+    if no != 0:
+        start = re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", path)
+        raise Refused(f"is part {no + 1} of {count} of a split model; name the first, {start}-00001{last}")
+    if not path.endswith("-00001" + last):
+        raise Refused(f"is the first of {count} parts of a split model, but its name does not end in -00001{last}, by which the others "
+                      "are found; name the parts as they were")
+    readers, start = [first], path[:-len("-00001" + last)]
+    for i in range(1, count):
+        part = f"{start}-{i + 1:05d}{last}"
+        try:
+            readers.append(read(part))
+        except FileNotFoundError:
+            raise Refused(f"is the first of {count} parts of a split model, and {part} is missing; put it beside the first") from None
+        if split_of(readers[-1]) != (i, count):
+            raise Refused(f"is the first of {count} parts of a split model, but {part} does not say that it is part {i + 1} of them; "
+                          "fetch or split the model again")
+    return readers
+
+
 def read_model(path):
     """Ends the program with a sentence where there is no model to read."""
     try:
@@ -57,9 +94,11 @@ def read_model(path):
     except ImportError:
         sys.exit("plan.py: Python's package gguf is missing: pip install -r requirements.txt, or use .venv, which bash run.sh --test makes")
     try:
-        return Model(gguf.GGUFReader(path))
+        return Model(read_parts(path, gguf.GGUFReader))
+    except Refused as error:
+        sys.exit(f"plan.py: {path} {error}")
     except OSError as error:
-        sys.exit(f"plan.py: {path}: {error.strerror or error}")
+        sys.exit(f"plan.py: {error.filename or path}: {error.strerror or error}")
     except Exception as error:  # the package raises whatever it stumbles over in a broken file
         sys.exit(f"plan.py: {path} is not a whole GGUF model: {type(error).__name__}: {error}")
 
@@ -117,7 +156,7 @@ def predict(model, args, limits):
 
 def main():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="GGUF file")
+    parser.add_argument("-m", "--model", required=True, help="GGUF file; of a split model, the first")
     parser.add_argument("--context", type=tokens, required=True, metavar="N", help="tokens in the conversation")
     parser.add_argument("--device", type=device, metavar="NAME",
                         help=f"one whose data sheet is known: {', '.join(sorted(DEVICES))}")
@@ -136,9 +175,10 @@ def main():
         parser.error("name a --device, or give --bandwidth (and --tflops)")
     args.number_bytes = 2.0 if args.kv_type == "f16" else 1.06
     model = read_model(args.model)
-    if 0 < model.context < args.context:
+    too_long = 0 < model.context < args.context
+    if too_long:
         print(f"plan.py: this model was trained for {model.context} tokens; longer conversations need TLC in every layer "
-              "(docs/memory.md), so with TLC off there is no such run", file=sys.stderr)
+              "(docs/memory.md), so with TLC off there is no such run, and only its size is shown", file=sys.stderr)
     off, on = predict(model, args, [args.context] * model.layers), predict(model, args, budgets(model, args))
     arithmetic = f", {args.tflops:g} TFLOPS x {PREFILL_SHARE}" if args.tflops else ""
     print(f"{args.context} tokens, {args.bandwidth:.0f} GB/s x {DECODE_SHARE}{arithmetic}")
@@ -147,7 +187,10 @@ def main():
                                ("step_mib", "read per token, MiB", on["step_mib"] / off["step_mib"]),
                                ("decode", "decoding, tokens/s", on["decode"] / off["decode"]),
                                *([("prefill", "reading a prompt, t/s", on["prefill"] / off["prefill"])] if args.tflops else [])):
-        print(f"{title:24}{off[name]:12.1f}{on[name]:12.1f}{ratio:8.2f}")
+        if too_long and name in ("decode", "prefill"):
+            print(f"{title:24}{'-':>12}{on[name]:12.1f}")
+        else:
+            print(f"{title:24}{off[name]:12.1f}{on[name]:12.1f}{ratio:8.2f}")
     return 0
 
 

@@ -256,7 +256,7 @@ def test_server_usage(tmp_path):
     fails(2, b"error: example.invalid:50052 can't be listened at: give an IPv4 address", "--host", "example.invalid")
     fails(2, b"'10.0.0.1' is no flag; --help lists all", "10.0.0.1")
     port = str(free_port())
-    fails(1, b"is no folder", "-p", port, "-c", str(tmp_path / "no"))
+    fails(2, b"is no folder", "-p", port, "-c", str(tmp_path / "no"))
     fails(2, b"no device 'toaster'", "-p", port, "-d", "toaster")
     fails(2, b"between 1 and 65535", "-p", "0")
 

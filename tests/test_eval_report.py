@@ -203,6 +203,9 @@ def test_no_line_is_left_out(tmp_path):
     ({key: KLD[key] for key in KLD if key != "chunks"}, ": chunks is"), ({**KLD, "settings": "x"}, ": settings is"),
     ({**KLD, "settings": []}, ": settings is"), ({**KLD, "settings": [{**KLD, "top1": "1"}]}, ": settings[0].top1 is"),
     ({**KLD, "map": {"kept": [[1]], "lanes": [1]}}, ": map.lanes[0] is"), ({**AB, "exact_match": None}, ": exact_match is"),
+    *(({**KLD, "mass": [[number, 0.5]]}, ": mass[0][0] is") for number in (10**30, -2**64, 2**64)),
+    ({**KLD, "settings": [{**KLD, "map": {"kept": [[10**30]], "lanes": [[0.5]], "mass_kept": [1]}}]}, ": settings[0].map.kept[0][0] is"),
+    ({**KLD, "map": {"kept": [[0.5]], "lanes": [[10**30]], "mass_kept": [1]}}, ": map.lanes[0][0] is"), ({**KLD, "kld": 10**400}, ": kld is"),
     ({**AB, "samples": [{**AB["samples"][0], "on": {}}]}, ": samples[0].on.text is"),
     ({"command": "tasks", "model": "m", "tasks": [{}]}, ": tasks[0].name is")])
 def test_what_is_no_result(tmp_path, value, what):

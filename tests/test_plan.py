@@ -1,5 +1,6 @@
 """python/plan.py: bytes counted by hand for a tiny model, and a sentence for every wrong input. DT_MAKE_MODEL writes the model."""
 import os
+import shutil
 import subprocess
 import sys
 
@@ -17,28 +18,73 @@ def plan(*arguments):
 def model(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("plan") / "tiny.gguf")
     flags = [part for name, value in SHAPE.items() for part in (f"--{name}", str(value))]
-    subprocess.run([os.environ["DT_MAKE_MODEL"], path, *flags, "--no-tokenizer"], check=True, capture_output=True)
+    for more in ([], ["--parts", "4"]):  # of which the parts are tiny-0000N-of-00004.gguf, beside the whole one
+        subprocess.run([os.environ["DT_MAKE_MODEL"], path, *flags, "--no-tokenizer", *more], check=True, capture_output=True)
     return path
+
+
+def rows_of(result):
+    return {line[:24].strip(): line[24:].split() for line in result.stdout.splitlines()[2:]}
 
 
 @pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")
 def test_bytes(model):
-    result = plan("--model", model, "--context", 65536, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 16384)
+    result = plan("-m", model, "--context", 65536, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 16384)
     assert result.returncode == 0, result.stderr
-    assert "trained for 256 tokens" in result.stderr
     assert plan("--model", model, "--context", 256, "--device", "4090").stderr == ""
     assert plan("--model", model, "--context", 256, "--device", "A100").returncode == 0
     alone = plan("--model", model, "--context", 256, "--bandwidth", 10).stdout
     assert "decoding" in alone and "TFLOPS" not in alone and "prompt" not in alone
-    rows = {line[:24].strip(): [float(x) for x in line[24:].split()] for line in result.stdout.splitlines()[2:]}
+    rows = {name: [float(x) for x in cells if x != "-"] for name, cells in rows_of(result).items()}
     per_token = SHAPE["layers"] * SHAPE["kv-heads"] * 2 * SHAPE["head-dim"] * 2  # keys and values in two bytes
     assert rows["KV cache, MiB"] == [pytest.approx(65536 * per_token / 2**20, abs=0.06),
                                      pytest.approx(16384 * per_token / 2**20, abs=0.06), 0.25]
     off, on, ratio = rows["read per token, MiB"]
     assert off - on == pytest.approx((65536 - 16384) * per_token / 2**20, abs=0.11)
-    speed_off, speed_on, faster = rows["decoding, tokens/s"]
-    assert speed_off == pytest.approx(10e9 * 0.8 / (off * 2**20), rel=0.01)
+    assert rows["decoding, tokens/s"] == [pytest.approx(10e9 * 0.8 / (on * 2**20), rel=0.01)]
+    rows = rows_of(plan("-m", model, "--context", 256, "--bandwidth", 10, "--max-cache-size", 64))
+    off, on, ratio = map(float, rows["read per token, MiB"])
+    speed_off, speed_on, faster = map(float, rows["decoding, tokens/s"])
+    assert speed_off == pytest.approx(10e9 * 0.8 / (off * 2**20), rel=0.2)
     assert faster == pytest.approx(speed_on / speed_off, rel=0.01) and faster == pytest.approx(1 / ratio, rel=0.02)
+
+
+@pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")
+def test_no_speed_of_a_run_that_there_is_not(model):
+    """Longer than trained, with TLC off."""
+    flags = ["-m", model, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 64, "--context"]
+    within, beyond = plan(*flags, 256), plan(*flags, 257)
+    assert within.stderr == "" and "trained for 256 tokens" in beyond.stderr and "no such run" in beyond.stderr
+    for name, cells in rows_of(within).items():
+        assert len(cells) == 3 and "-" not in cells
+        if "MiB" in name:
+            assert len(rows_of(beyond)[name]) == 3
+        else:
+            assert rows_of(beyond)[name][0] == "-" and len(rows_of(beyond)[name]) == 2
+
+
+@pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")
+def test_all_parts_are_counted(model, tmp_path):
+    flags = ["--context", 200, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 64]
+    first, second, third, fourth = (model.replace(".gguf", f"-0000{i}-of-00004.gguf") for i in range(1, 5))
+    whole, parts = plan("-m", model, *flags), plan("-m", first, *flags)
+    assert whole.returncode == 0 and (parts.returncode, parts.stdout, parts.stderr) == (0, whole.stdout, "")
+    here = {i: str(tmp_path / f"x-0000{i}-of-00004.gguf") for i in range(1, 5)}
+    for i, path in ((1, first), (2, second), (4, fourth)):
+        shutil.copy(path, here[i])
+    shutil.copy(first, tmp_path / "renamed.gguf")
+
+    def refused(path, *words):
+        result = plan("-m", path, *flags)
+        assert result.returncode == 1 and result.stdout == "" and result.stderr.count("\n") == 1, result
+        assert all(word in result.stderr for word in words), result.stderr
+    refused(here[2], "is part 2 of 4", f"name the first, {here[1]}")
+    refused(here[1], f"{here[3]} is missing")
+    refused(tmp_path / "renamed.gguf", "does not end in -00001-of-00004.gguf")
+    shutil.copy(second, here[3])
+    refused(here[1], f"{here[3]} does not say that it is part 3")
+    shutil.copy(model, here[3])
+    refused(here[1], f"{here[3]} does not say that it is part 3")
 
 
 @pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")

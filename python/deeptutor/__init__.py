@@ -8,7 +8,8 @@
     print(session.stats["kv_bytes"])
 
 A session keeps what was computed: a prompt that goes on from the one before costs only what is new. Errors are `Error`, with the
-library's own sentence. A session is used by one thread at a time, in the process that made it; a model may be shared.
+library's own sentence. A session is used by one thread at a time, in the process that made it: while another one is in it, a call
+is refused. A model may be shared.
 """
 import atexit
 import codecs
@@ -146,14 +147,17 @@ class _Sampler(_Own):
 
 
 class _Used(_Own):
-    """What a reply works on, from its first token until its generator ends: nobody else changes it meanwhile."""
+    """What is for one thread at a time, and what a reply works on, from its first token until its generator ends: nobody else
+    changes it meanwhile."""
 
     _busy = False
     _ending = None  # a thread in which the library is about to leave it
+    _owner = None  # the thread that is in it and holds the lock
 
     def __new__(cls, *_, **__):
         made = super().__new__(cls)
         made._process = os.getpid()
+        made._lock = threading.Lock()
         return made
 
     def _check_process(self):
@@ -161,13 +165,35 @@ class _Used(_Own):
             raise Error("DT_ERR_ARGUMENT", "this was made in the process that forked this one; make another one here, or let "
                                            'multiprocessing start new processes (its method "spawn")')
 
+    @contextlib.contextmanager
+    def _alone(self, wait=False):
+        """The library is in this for one thread; ctypes lets the others run meanwhile. Another one is refused, or with `wait` has its
+        turn after it. A callback of the library's, such as the log, is in the thread that is in already and goes on."""
+        me = threading.get_ident()
+        if self._owner == me:
+            yield
+            return
+        ending, self._ending = self._ending, None
+        if ending:
+            ending.join()
+        if not wait and self._lock.locked():
+            raise Error("DT_ERR_ARGUMENT", f"another thread is using this {self._what}, which is for one at a time; wait until it is "
+                                           f"done, or make a {self._what} for each")
+        with self._lock:  # not acquire(): between that and a try Ctrl-C would leave it locked. Two that come at once wait here
+            try:
+                self._owner = me
+                yield
+            finally:
+                self._owner = None
+
+    @contextlib.contextmanager
     def _claim(self):
+        """_alone, to change it."""
         self._check_process()
-        if self._busy:
-            raise Error("DT_ERR_ARGUMENT", self._refusal)
-        if self._ending:
-            self._ending.join()
-            self._ending = None
+        with self._alone():
+            if self._busy:
+                raise Error("DT_ERR_ARGUMENT", self._refusal)
+            yield
 
 
 class Draft(_Used):
@@ -177,6 +203,7 @@ class Draft(_Used):
     `target`, the model that is helped; threads are its own. What a draft has learned helps the next reply, so keep it: one per session.
     """
 
+    _what = "draft"
     _refusal = "the draft helps another reply; finish or close the generator of that first"
 
     def __init__(self, model=None, target=None, max_tokens=15, threads=0):
@@ -200,8 +227,8 @@ class Draft(_Used):
 
 
 class _DraftedReply:
-    """The library's own loop, which calls back for every token, so it runs in a thread, which waits while the caller has the token: the
-    session is still used by one at a time."""
+    """The library's own loop, which calls back for every token, so it runs in a thread, which waits while the caller has the token and
+    is not in the session then: that is still used by one at a time."""
 
     def __init__(self, session, sampler, draft, n_predict):
         self._arguments = (session, sampler, draft, n_predict)  # what the thread uses outlives it
@@ -213,8 +240,13 @@ class _DraftedReply:
 
     def _take(self, token, _):
         self._token = token
+        session = self._arguments[0]
+        session._owner = None
+        session._lock.release()
         self._ready.release()
         self._wanted.acquire()
+        session._lock.acquire()  # nobody but a look, which soon ends, can be in it
+        session._owner = threading.get_ident()
         return not self._stopped
 
     def _work(self):
@@ -222,7 +254,9 @@ class _DraftedReply:
         self._wanted.acquire()
         try:
             if not self._stopped:
-                call("dt_generate_drafted", session._handle, sampler.handle, draft._handle, n_predict, token_fn(self._take), None, None)
+                with session._alone(wait=True):
+                    call("dt_generate_drafted", session._handle, sampler.handle, draft._handle, n_predict, token_fn(self._take), None,
+                         None)
         except BaseException as error:  # whatever it is: the caller waits, and it is the caller's
             self._error = error
         self._token = None
@@ -239,8 +273,8 @@ class _DraftedReply:
     def stop(self):
         self._stopped = True
         self._wanted.release()
-        if self._thread is threading.current_thread():  # where the collector of garbage found the generator
-            session, _, draft, _ = self._arguments
+        session, _, draft, _ = self._arguments
+        if threading.get_ident() in (self._thread.ident, session._owner):  # where the collector of garbage found the generator
             session._ending = draft._ending = self._thread
         else:
             self._thread.join()
@@ -258,9 +292,11 @@ class Session(_Used):
 
     eviction: None (nothing is evicted), a preset's name ("chat", "docqa", "code", "summary") or a dict as in docs/eviction-config.md;
     max_cache_size and min_cache_size override it; like prefill="streaming" they need it. kv_memory: bytes that the cache never exceeds.
-    While a generator of it is under way it can be looked at, but not synced, saved, loaded or asked for another reply.
+    While a generator of it is under way it can be looked at, but not synced, saved, loaded or asked for another reply. While a thread
+    is in one of its methods, all of them refuse every other thread.
     """
 
+    _what = "session"
     _refusal = "the session is generating; finish or close the generator first"
 
     def __init__(self, model, n_ctx=0, n_batch=0, threads=0, kv_type="f16", prefill="full", eviction=None, max_cache_size=0,
@@ -274,7 +310,8 @@ class Session(_Used):
         if eviction is None and (max_cache_size > 0 or min_cache_size >= 0 or prefill == "streaming"):
             raise ValueError('max_cache_size, min_cache_size and prefill="streaming" change nothing without eviction; '
                              'add eviction="chat", or leave them out')
-        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=number("threads", threads), kv_memory=kv_memory,
+        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=number("threads", threads),
+                                   kv_memory=number("kv_memory, in bytes,", kv_memory, ctypes.c_uint64),
                                    kv_type=_choice("kv_type", _KV_TYPES, kv_type), prefill=_choice("prefill", _PREFILLS, prefill))
         params.eviction = self._eviction(eviction, max_cache_size, min_cache_size)
         try:
@@ -312,12 +349,12 @@ class Session(_Used):
 
     def sync(self, tokens):
         """Makes the conversation equal to `tokens`, computing only what is new; says how and how much was reused."""
-        self._claim()
         result, array = dt_sync_result(), token_array(tokens)
-        call("dt_session_sync", self._handle, array, len(array), None, None, ctypes.byref(result))
-        self.last_sync = {"how": _SYNCS[result.how], "reused_tokens": result.reused_tokens,
-                          "computed_tokens": result.computed_tokens, "prefill_ms": result.prefill_ms}
-        return self.last_sync
+        with self._claim():
+            call("dt_session_sync", self._handle, array, len(array), None, None, ctypes.byref(result))
+            self.last_sync = {"how": _SYNCS[result.how], "reused_tokens": result.reused_tokens,
+                              "computed_tokens": result.computed_tokens, "prefill_ms": result.prefill_ms}
+            return self.last_sync
 
     def generate_tokens(self, prompt, n_predict=-1, draft=None, **sampling):
         """Yields tokens after `prompt` (text or tokens) until an end token, n_predict of them, or the context's end.
@@ -338,15 +375,16 @@ class Session(_Used):
         if draft is not None:
             draft = Draft() if draft == "lookup" else draft
             used.append(draft)
-        for thing in used:
-            thing._claim()
-        sampler = _Sampler(self.model, **sampling)
-        self.seed = lib.dt_sampler_seed(sampler.handle)
-        for token in tokens:
-            call("dt_sampler_accept", sampler.handle, token, False)
-        self.sync(tokens)
-        for thing in used:
-            thing._busy = True
+        with contextlib.ExitStack() as claims:
+            for thing in used:
+                claims.enter_context(thing._claim())
+            sampler = _Sampler(self.model, **sampling)
+            self.seed = lib.dt_sampler_seed(sampler.handle)
+            for token in tokens:
+                call("dt_sampler_accept", sampler.handle, token, False)
+            self.sync(tokens)
+            for thing in used:
+                thing._busy = True
         try:
             yield from self._reply(sampler, draft, n_predict)
         finally:  # also where the caller stops early
@@ -365,17 +403,19 @@ class Session(_Used):
             return
         token, n = ctypes.c_int32(), 0
         while n_predict < 0 or n < n_predict:
-            call("dt_sampler_sample", sampler.handle, lib.dt_session_logits(self._handle), ctypes.byref(token), None)
+            with self._alone(wait=True):  # for a look, which soon ends: nothing else can be in it
+                call("dt_sampler_sample", sampler.handle, lib.dt_session_logits(self._handle), ctypes.byref(token), None)
             call("dt_sampler_accept", sampler.handle, token.value, True)
             if self.model.is_end(token.value):
                 return
             n += 1
             yield token.value
             self._check_process()
-            stats = self.stats
-            if n == n_predict or stats["n_tokens"] >= stats["n_ctx"]:
-                return  # the last token is not computed, as in dt_generate
-            call("dt_session_append", self._handle, token.value)
+            with self._alone(wait=True):
+                stats = self.stats
+                if n == n_predict or stats["n_tokens"] >= stats["n_ctx"]:
+                    return  # the last token is not computed, as in dt_generate
+                call("dt_session_append", self._handle, token.value)
 
     def generate(self, prompt, n_predict=-1, draft=None, **sampling):
         """generate_tokens as text, in whole characters."""
@@ -391,27 +431,30 @@ class Session(_Used):
 
     def logits(self):
         """After the last token, a list of n_vocab floats; None before the first."""
-        pointer = lib.dt_session_logits(self._handle)
-        return pointer[:self.model.info["n_vocab"]] if pointer else None
+        with self._alone():
+            pointer = lib.dt_session_logits(self._handle)
+            return pointer[:self.model.info["n_vocab"]] if pointer else None
 
     @property
     def tokens(self):
         n = ctypes.c_size_t()
-        pointer = lib.dt_session_tokens(self._handle, ctypes.byref(n))
-        return pointer[:n.value] if n.value else []
+        with self._alone():
+            pointer = lib.dt_session_tokens(self._handle, ctypes.byref(n))
+            return pointer[:n.value] if n.value else []
 
     @property
     def stats(self):
         stats = dt_session_stats()
-        lib.dt_session_get_stats(self._handle, ctypes.byref(stats))
+        with self._alone():
+            lib.dt_session_get_stats(self._handle, ctypes.byref(stats))
         numbers = {name: getattr(stats, name) for name, _ in stats._fields_}
         numbers["kernel"] = numbers["kernel"].decode()
         return numbers
 
     def save(self, path):
-        self._claim()
-        call("dt_session_save", self._handle, None, path_bytes("path", path))
+        with self._claim():
+            call("dt_session_save", self._handle, None, path_bytes("path", path))
 
     def load(self, path):
-        self._claim()
-        call("dt_session_load", self._handle, None, path_bytes("path", path))
+        with self._claim():
+            call("dt_session_load", self._handle, None, path_bytes("path", path))

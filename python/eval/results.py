@@ -2,7 +2,7 @@
 
 Invariant: a result that read_result returns has all that the report uses, so nothing after it asks whether a number is there.
 
-A shape is a type (float: any finite number), a list of one shape for all its members, or an object of shapes. Such a list has at
+A shape is a type (float: any number that a float holds), a list of one shape for all its members, or an object of shapes. Such a list has at
 least one member, and [..., None] allows null in it; a key that ends in "?" may be missing or null.
 """
 import json
@@ -30,6 +30,9 @@ OF_A_CONTEXT = {"context": float, "mass?": [[float], None]}  # kld and needle, w
 EXTRAS = ("kv_type", "evict", "question", "prefill", "context", "model")
 
 
+WHOLE = 2**53  # from here on a float leaves whole numbers out, and what plots makes objects of those that no 64 bits hold
+
+
 class BadResult(Exception):
     """The text says which file, and what is wrong with it."""
 
@@ -47,7 +50,8 @@ def faults(value, shape, place):
                 yield from faults(item, shape[0], f"{place}[{i}]")
     elif isinstance(shape, (dict, list)):
         yield place
-    elif not (isinstance(value, (int, float)) and abs(value) < 1e300 if shape is float else isinstance(value, shape)):
+    elif not (isinstance(value, (int, float)) and abs(value) < (1e300 if isinstance(value, float) else WHOLE) if shape is float
+              else isinstance(value, shape)):
         yield place
 
 
