@@ -490,9 +490,9 @@ static int name_test(const bench_row *r, char *out, size_t capacity) {
 /* Eighty columns wide for all but the longest numbers; what has no room is in the CSV and the JSON. */
 static void print_markdown(const bench *b) {
     const dt_model_info *info = dt_model_get_info(b->model);
-    printf("%s %s, %d layers, %.2f GB of weights; read bandwidth %.1f GB/s%s\n\n", info->architecture, info->weight_type,
+    printf("%s %s, %d layers, %.2f GB of weights; read bandwidth %.1f GB/s\n%s\n", info->architecture, info->weight_type,
            info->n_layers, (double)info->weight_bytes / 1e9, b->bandwidth / 1e9,
-           b->options->fill == 1 ? "; depths filled at random" : "");
+           b->options->fill == 1 ? "depths filled at random\n" : "");
     int width = 13; /* of the column that may need more room, and of the line beneath its name */
     char test[64];
     for (size_t i = 0; i < b->n_rows; i++) {

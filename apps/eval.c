@@ -23,10 +23,13 @@
 #define EXIT_REJECTED 3 /* ab: measured, and a threshold was missed */
 #define N_OF(array) (sizeof(array) / sizeof(array)[0])
 
+#define LEAST_CONTEXT 16
+#define NEEDLE_ROOM 128 /* of a question and its answer */
+
 static const dt_option text_rows[] = {
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin"},
-    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24,
-     "tokens read before eviction counts (kld 4096, needle 3000, long the model's own)"},
+    {"--context", "N", DT_OPTION_INT, AT(n_context), LEAST_CONTEXT, 1 << 24,
+     "tokens read before eviction counts (kld 4096, needle 3000, long the model's own; less where that is smaller)"},
     {"--evict", "always|once", DT_OPTION_CHOICE, AT(evict), 0, 0,
      "always: as serving does; once: after the context, down to exactly the budget, then the cache grows (always)"},
     {"--kept", "X,X", DT_OPTION_TEXT, AT(kept), 0, 0, "compare budgets of these shares of the context, a list such as 0.5,0.25"},
@@ -65,7 +68,8 @@ static const dt_option needle_rows[] = {
 static const dt_option calibrate_rows[] = {
     /* what is learned holds for every setting: none is chosen here but a size */
     {"-f, --file", "F", DT_OPTION_TEXT, AT(file), 0, 0, "the text, - = stdin (this project's own pages)"},
-    {"--context", "N", DT_OPTION_INT, AT(n_context), 16, 1 << 24, "tokens of a piece (4096)"},
+    {"--context", "N", DT_OPTION_INT, AT(n_context), LEAST_CONTEXT, 1 << 24,
+     "tokens of a piece (4096, or the model's own where that is smaller)"},
     {"--kept", "X", DT_OPTION_TEXT, AT(kept), 0, 0, "budget of the config that is written, as a share of the context (0.25)"},
     {"--max-cache-size", "N", DT_OPTION_INT, AT(shared.max_cache_size), 1, INT32_MAX, "the same in tokens a layer"},
     {"--chunks", "N", DT_OPTION_INT, AT(n_chunks), 1, 4096, "pieces of the text, spread over it (4)"},
@@ -406,6 +410,36 @@ static void tell_evicted(const eval *e) {
     }
 }
 
+static int64_t context_of(const eval *e) {
+    return e->options->shared.n_ctx > 0 ? e->options->shared.n_ctx : dt_model_get_info(e->model)->n_ctx_train;
+}
+
+/* What nobody named is as much as the model has room for, up to the command's own number (0 = no bound). */
+static void choose_context(const eval *e, eval_options *o, const command *c) {
+    const int64_t behind = c->run == eval_kld ? o->n_continuation + 1 : c->run == eval_needle ? NEEDLE_ROOM : 0;
+    const int64_t most = context_of(e) - behind > LEAST_CONTEXT ? context_of(e) - behind : LEAST_CONTEXT;
+    if (o->n_context == 0) {
+        o->n_context = c->n_context == 0 || c->n_context > most ? most : c->n_context;
+    }
+}
+
+/* Once the text is known to be long enough. */
+static dt_status check_context(const eval *e, const command *c, bool chosen, dt_error *error) {
+    const int64_t n = e->options->n_context, n_ctx = context_of(e);
+    if (c->run == eval_long || (size_t)n > e->n_text) {
+        return DT_OK;
+    }
+    if (n > n_ctx) {
+        return dt_app_fail(error, DT_ERR_LIMIT,
+                           "pieces of %lld tokens don't fit into the context of %lld; give a smaller --context", (long long)n,
+                           (long long)n_ctx);
+    }
+    if (chosen && n < c->n_context) {
+        dt_report(DT_LOG_INFO, "--context %lld, which the model's %lld leave room for", (long long)n, (long long)n_ctx);
+    }
+    return DT_OK;
+}
+
 static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *file, dt_error *error) {
     dt_status status = c->run == eval_ab ? eval_ab_read(e, error) : DT_OK;
     if (status == DT_OK) {
@@ -414,8 +448,9 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
         status = dt_model_open(e->options->shared.model, &model_params, &e->model, error);
         e->unopened = status != DT_OK;
     }
-    if (status == DT_OK && c->run == eval_long && o->n_context == 0) {
-        o->n_context = dt_model_get_info(e->model)->n_ctx_train;
+    const bool chosen = o->n_context == 0;
+    if (status == DT_OK && c->run != eval_ab) {
+        choose_context(e, o, c);
     }
     if (status == DT_OK) {
         status = eval_make_settings(e, error);
@@ -423,6 +458,7 @@ static dt_status run(eval *e, eval_options *o, const command *c, dt_stats_file *
     }
     if (status == DT_OK && c->run != eval_ab) {
         status = read_text(e, error);
+        status = status == DT_OK ? check_context(e, c, chosen, error) : status;
     }
     if (status == DT_OK) {
         e->result = begin_result(e, c);
@@ -477,7 +513,7 @@ static const command *find_command(const char *name) {
 }
 
 static eval_options default_options(const command *c) {
-    eval_options o = {.n_context = c->n_context,
+    eval_options o = {.n_context = 0, /* choose_context */
                       .n_continuation = 256,
                       .n_chunks = 4,
                       .n_samples = c->n_samples,

@@ -510,6 +510,7 @@ static int with_model(const main_options *o, texts *t, dt_model *model, dt_stats
     if (status == DT_OK) {
         dt_shared_options_session(&o->shared, &params);
         params.eviction = eviction;
+        run.evicts = eviction != NULL;
         params.n_snapshots = o->conversation ? 0 : -1; /* nothing is gone back to */
         params.n_expected = expected_tokens(o, t);
         params.n_prompt = prompt_tokens(o, t);

@@ -311,7 +311,8 @@ dt_status dt_run_reply(dt_run *run, const int32_t *tokens, size_t n, dt_error *e
         snprintf(error->message, sizeof error->message, "the text can't be written to stdout: %s", strerror(run->output.error));
     }
     if (status == DT_OK && run->context_full) {
-        dt_report(DT_LOG_WARN, "the text reached the longest length of the conversation and ends here; -c sets it");
+        dt_report(DT_LOG_WARN, "the text reached the longest length of the conversation and ends here; -c sets it%s",
+                  run->evicts ? ", and budgets that leave room in it let the text go on (docs/memory.md)" : "");
     }
     if (status == DT_OK && dt_interrupted) {
         dt_report(DT_LOG_INFO, "interrupted");

@@ -61,6 +61,7 @@ typedef struct dt_run {
     size_t n_accepted;  /* tokens of the conversation that the sampler knows */
     bool out_of_memory;
     bool context_full; /* the last reply ended for lack of room */
+    bool evicts;       /* there are budgets */
 } dt_run;
 
 /* run->model, session, sampling, n_predict and, where wanted, draft are set. */

@@ -4,6 +4,7 @@
 # or what the server says against it, on the terminal).
 set -euo pipefail
 url=${1:-http://127.0.0.1:8080}
+url=${url%/}
 question=${2:-Name the capital of France.}
 body=$(python3 -c 'import json, sys
 print(json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}], "stream": True, "max_tokens": 256}))' "$question")

@@ -312,7 +312,9 @@ typedef struct dt_layer_stats {
 
 typedef struct dt_session_stats {
     const char *kernel;
-    int32_t n_tokens, n_ctx, n_threads, n_batch;
+    int32_t n_tokens;
+    int32_t n_ctx; /* the most tokens the conversation may have: about 2^31 where it may go on past the parameter of this name */
+    int32_t n_threads, n_batch;
     uint64_t kv_bytes, kv_bytes_peak, kv_bytes_full; /* allocated now, at most, and what full caching would need now */
     uint64_t kv_step_bytes;                          /* keys and values that one decode step reads */
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */

@@ -255,7 +255,7 @@ def test_presets_go_by_what_was_learned(tiny, tmp_path, where):
     (["kld", "-m", "M", "-f", TEXT, "--kept", "2", "--policy", "local_window"], "shares"),
     (["kld", "-m", "M", "-f", TEXT, "--policy", "fast", "--kept", "0.5"],
      "error: --policy must be one of local_window|importance_score|none, not 'fast'"),
-    (["kld", "-m", "M", "-f", TEXT, "--chunks", "4000"], "fewer"), (["needle", "-m", "M", "-f", TEXT, "--depth-low", "0.9",
+    (["kld", "-m", "M", "-f", TEXT, "--chunks", "4000", "--context", "1000"], "fewer"), (["needle", "-m", "M", "-f", TEXT, "--depth-low", "0.9",
                                                                     "--depth-high", "0.1"], "above"),
     (["kld", "-m", "M", "-f", TEXT, "--kept", ""], "shares"), (["kld", "-m", "M", "-f", TEXT, "--kept", "0.0001"], "less than one token"),
     (["kld", "-m", "M", "-f", TEXT, "--score", "reconstruct", "--kept", "0.5"], "--policy"),
@@ -450,6 +450,18 @@ def test_a_table_that_can_not_be_written(tiny):
                                  "1", "--kept", "0.5"], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True,
                                 timeout=60)
     assert failed.returncode == 1 and "stdout" in failed.stderr
+
+
+@pytest.mark.parametrize("command", ["calibrate", "kld", "needle"])
+def test_models_of_short_contexts(tmp_path, command):
+    """What isn't named fits the model; what is named and doesn't fit is told by its flag."""
+    model = str(tmp_path / "short.gguf")
+    make(model, "--ctx", "512", "--bpe")
+    own = ("-o", str(tmp_path / "c.json")) if command == "calibrate" else ("--policy", "local_window", "--max-cache-size", "40")
+    chosen = run(command, "-m", model, "-f", TEXT, *own, *(("--samples", "1") if command == "needle" else ("--chunks", "1")))
+    assert chosen.returncode == 0 and "which the model's 512 leave room for" in chosen.stderr, chosen.stderr
+    named = run(command, "-m", model, "-f", TEXT, *own, "--context", "600")
+    assert named.returncode == 2 and "give a smaller --context" in named.stderr, named.stderr
 
 
 def test_advice_fits(tiny, tmp_path):

@@ -4,6 +4,7 @@ DT_MAIN names the program; DT_TEST_MODEL the real model, DT_MAKE_MODEL the progr
 """
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -54,3 +55,48 @@ def test_a_long_conversation_elsewhere(tmp_path, flags):
         numbers = json.loads(stats.read_text())
         assert max(layer["length"] for layer in numbers["layers"]) <= 64
     assert numbers["reused_tokens"] > 256
+
+
+@pytest.mark.skipif(not os.access(MAKE_MODEL, os.X_OK), reason="DT_MAKE_MODEL names no program")
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+def test_heads_of_different_lengths_are_loaded_whole(tmp_path, kv_type):
+    """A short head that is read after a long one leaves that as it is. The device computes what the host does, up to rounding."""
+    model, session, config = tmp_path / "m.gguf", tmp_path / "s", tmp_path / "c.json"
+    subprocess.run([MAKE_MODEL, str(model), "--layers", "2", "--embd", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "32",
+                    "--ff", "128", "--vocab", "320", "--ctx", "4096", "--type", "f32", "--seed", "3"], check=True)
+    config.write_text(json.dumps({"0-": {"policy": "importance_score", "lanes": [1500, 20]}}))
+    common = ("-m", str(model), "-t", "1", "--temp", "0", "--ignore-eos", "--cache-eviction", "--eviction-config", str(config),
+              "--no-display-prompt", "--kv-type", kv_type, "--session", str(session))
+    assert run(*common, "-p", "the dog ran " * 300, "-n", "4").returncode == 0
+    whole = session.read_bytes()
+    texts = []
+    for where in ((), ("--device", "ggml-cpu")):
+        session.write_bytes(whole)
+        result = run(*common, "-p", " a cat", "--append", "-n", "10", *where)
+        assert result.returncode == 0, result.stderr
+        texts.append(result.stdout)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(not os.access(MAKE_MODEL, os.X_OK), reason="DT_MAKE_MODEL names no program")
+def test_a_loaded_session_takes_what_was_told(tmp_path):
+    """It is there beside an empty one for a moment, which takes nothing yet; a limit that is too small is called that, not damage."""
+    model, session, stats = tmp_path / "m.gguf", tmp_path / "s", tmp_path / "s.json"
+    subprocess.run([MAKE_MODEL, str(model), "--layers", "3", "--embd", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
+                    "--ff", "96", "--vocab", "320", "--ctx", "512"], check=True)
+    common = ("-m", str(model), "-t", "1", "--temp", "0", "--ignore-eos", "--device", "ggml-cpu", "--session", str(session),
+              "--stats-json", str(stats), "-n", "20")
+    assert run(*common, "-p", "the dog").returncode == 0
+    whole, n_run = session.read_bytes(), 0
+    for limit in (None, *range(200, 300, 7)):
+        session.write_bytes(whole)
+        result = run(*common, "-p", " the cat", "--append", "--cache-eviction", "--max-cache-size", "40", "--prefill", "streaming",
+                     *(("--kv-memory", f"{limit}K") if limit else ()))
+        said = result.stderr.decode()
+        if result.returncode == 0:
+            n_run += 1
+            peak, most = json.loads(stats.read_text())["kv_bytes_peak"], re.search(r"at most ([0-9.]+) KiB", said).group(1)
+            assert peak <= (float(most) + 0.1) * 1024, said
+        else:
+            assert result.returncode == 2 and "--kv-memory" in said and "damaged" not in said and session.read_bytes() == whole, said
+    assert 2 < n_run < 15

@@ -165,9 +165,13 @@ static bool choose(plan *p, bool evicts) {
     if (choose_prefill(p, asked.prefill, asked.n_batch, evicts)) {
         return true;
     }
+    const uint64_t bytes = p->bytes;
     p->params->kv_type = DT_KV_INT8;
     if (choose_prefill(p, asked.prefill, asked.n_batch, evicts)) {
         return true;
+    }
+    if (p->bytes > bytes) { /* rows of small heads are filled up on devices */
+        p->params->kv_type = asked.kv_type;
     }
     int32_t share = 0;
     for (int32_t step = BUDGET_STEPS / 2; evicts && step > 0; step /= 2) {

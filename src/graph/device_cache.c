@@ -292,11 +292,17 @@ static bool home_read(dt_kv_home *home, int32_t layer_index, int32_t lane, bool 
     return true;
 }
 
+static dt_status home_reserve(dt_kv_home *home, int32_t layer_index, int32_t n, dt_error *error) {
+    dt_device_cache *cache = dt_device_cache_from(home);
+    dt_device_layer *layer = &cache->layers[layer_index];
+    return n <= layer->capacity ? DT_OK : resize_layer(cache, layer, capacity_for(n), error); /* a longer lane may be there */
+}
+
 static bool home_put(dt_kv_home *home, int32_t layer_index, int32_t lane, bool values, int32_t first, int32_t n,
                      const uint16_t *in) {
     dt_device_cache *cache = dt_device_cache_from(home);
     dt_device_layer *layer = &cache->layers[layer_index];
-    if (layer->moved || dt_device_reserve_rows(cache, layer, first + n, NULL) != DT_OK) {
+    if (layer->moved || home_reserve(home, layer_index, first + n, NULL) != DT_OK) {
         return false;
     }
     struct ggml_tensor *t = values ? layer->v : layer->k;
@@ -328,6 +334,7 @@ static const dt_kv_home_ops home_ops = {.move = home_move,
                                         .bytes_for = home_bytes_for,
                                         .get = home_get,
                                         .read = home_read,
+                                        .reserve = home_reserve,
                                         .put = home_put,
                                         .gather = dt_device_gather,
                                         .scatter = dt_device_scatter};
@@ -357,13 +364,27 @@ static dt_device_layer describe_layer(const dt_decoder *decoder, const dt_kv_lay
 static dt_status new_ring(dt_device_cache *cache, dt_device_layer *layer, dt_error *error) {
     const size_t bytes = ring_bytes(layer);
     const bool charged = dt_memory_charge(cache->memory, bytes);
-    layer->ring_bytes = charged ? bytes : 0;
-    layer->ring_context = charged ? new_context(1) : NULL;
-    if (layer->ring_context != NULL) {
-        layer->ring = ggml_new_tensor_2d(layer->ring_context, GGML_TYPE_F32, (int64_t)layer->dim_k * layer->n_heads, DT_RING + 1);
-        layer->ring_buffer = allocate(cache, layer, layer->ring_context, bytes);
+    struct ggml_context *context = charged ? new_context(1) : NULL;
+    struct ggml_tensor *ring = NULL;
+    ggml_backend_buffer_t buffer = NULL;
+    if (context != NULL) {
+        ring = ggml_new_tensor_2d(context, GGML_TYPE_F32, (int64_t)layer->dim_k * layer->n_heads, DT_RING + 1);
+        buffer = allocate(cache, layer, context, bytes);
     }
-    return layer->ring_buffer ? DT_OK : fail_room(cache, layer, bytes, error);
+    if (buffer == NULL) { /* it may be asked for again */
+        ggml_free(context);
+        dt_memory_discharge(cache->memory, charged ? bytes : 0);
+        return fail_room(cache, layer, bytes, error);
+    }
+    layer->ring_bytes = bytes;
+    layer->ring_context = context;
+    layer->ring_buffer = buffer;
+    layer->ring = ring;
+    return DT_OK;
+}
+
+dt_status dt_device_reserve_ring(dt_device_cache *cache, dt_device_layer *layer, dt_error *error) {
+    return !layer->needs_ring || layer->ring != NULL ? DT_OK : new_ring(cache, layer, error);
 }
 
 static dt_device_cache *new_empty(const dt_decoder *decoder, dt_memory *memory) {
@@ -396,9 +417,7 @@ dt_status dt_device_cache_new(const dt_decoder *decoder, dt_memory *memory, cons
     dt_status status = cache != NULL ? DT_OK : dt_fail_memory(error, sizeof *cache, "the KV cache");
     for (int32_t i = 0; status == DT_OK && i < decoder->hp.n_layers; i++) {
         cache->layers[i] = describe_layer(decoder, &layers[i], i);
-        if (cache->layers[i].device >= 0 && dt_budget_needs_mass(&layers[i].budget)) {
-            status = new_ring(cache, &cache->layers[i], error);
-        }
+        cache->layers[i].needs_ring = cache->layers[i].device >= 0 && dt_budget_needs_mass(&layers[i].budget);
     }
     if (status != DT_OK && cache != NULL) {
         home_free(&cache->home);
@@ -417,8 +436,11 @@ static dt_status copy_layer(dt_device_cache *to, dt_device_layer *b, const dt_de
     b->bytes = b->ring_bytes = 0;
     b->capacity = 0;
     b->moved = false;
+    if (!with_content) {
+        return DT_OK;
+    }
     dt_status status = a->ring != NULL ? new_ring(to, b, error) : DT_OK;
-    if (status != DT_OK || !with_content) {
+    if (status != DT_OK) {
         return status;
     }
     if (a->ring != NULL && !dt_ggml_copy(a->ring, b->ring)) {

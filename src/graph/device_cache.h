@@ -106,7 +106,7 @@ typedef struct dt_device_layer {
     enum ggml_type type;
     int32_t capacity;             /* rows of a lane; 0: no memory yet */
     struct ggml_tensor *k, *v;    /* [dim_k, capacity, G], [dim_v, capacity, G] */
-    struct ggml_tensor *ring;     /* [dim_k * H, DT_RING + 1] F32, or NULL where no score needs it */
+    struct ggml_tensor *ring;     /* [dim_k * H, DT_RING + 1] F32, or NULL where no score needs it, or nothing was computed yet */
     struct ggml_context *context; /* of k and v */
     struct ggml_context *ring_context;
     ggml_backend_buffer_t buffer, ring_buffer;
@@ -114,6 +114,7 @@ typedef struct dt_device_layer {
     int64_t generation;
     dt_device_row *pending; /* [G][capacity] by entry */
     bool moved;             /* some entry is pending */
+    bool needs_ring;
 } dt_device_layer;
 
 const dt_device_layer *dt_device_cache_layer(const dt_device_cache *cache, int32_t layer);

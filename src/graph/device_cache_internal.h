@@ -38,6 +38,9 @@ static inline dt_device_row *dt_device_pending(const dt_device_layer *layer, int
 void *dt_device_reserve(dt_device_cache *cache, dt_device_scratch *scratch, size_t bytes);
 /* Room for n rows in every lane of a layer; nothing may be pending where it has to move. */
 dt_status dt_device_reserve_rows(dt_device_cache *cache, dt_device_layer *layer, int32_t n, dt_error *error);
+/* The layer's ring, where it needs one. Not before something is computed: a session that is loaded is there beside the one that it
+ * replaces, and a limit has room for one ring. */
+dt_status dt_device_reserve_ring(dt_device_cache *cache, dt_device_layer *layer, dt_error *error);
 /* Nothing is pending any more. */
 void dt_device_reset_pending(dt_device_layer *layer);
 /* dt_kv_home_ops' (device_side.c). */

@@ -105,7 +105,8 @@ dt_status dt_device_cache_reserve(dt_device_cache *cache, const dt_kv *kv, const
         }
         const int32_t d = layer->device, length = dt_kv_length(kv, i);
         own->n_kv = DT_ROUND_UP(length, DT_N_KV_PAD);
-        const dt_status status = dt_device_reserve_rows(cache, layer, own->n_kv, error);
+        dt_status status = dt_device_reserve_rows(cache, layer, own->n_kv, error);
+        status = status == DT_OK ? dt_device_reserve_ring(cache, layer, error) : status;
         if (status != DT_OK) {
             return status;
         }

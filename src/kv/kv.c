@@ -620,7 +620,10 @@ dt_status dt_kv_restore_lane(dt_kv *kv, int32_t layer_index, int32_t lane_index,
         lane_extend(layer, lane, 0, 0, n);
         done = !has_bias || lane_resize(kv, layer, lane, lane->capacity_blocks, true);
     }
-    return done ? DT_OK : dt_kv_fail_memory(kv, dt_kv_block_bytes(layer), "the KV cache", error);
+    if (!done) {
+        return dt_kv_fail_memory(kv, dt_kv_block_bytes(layer), "the KV cache", error);
+    }
+    return layer->params.format.elsewhere ? kv->home->ops->reserve(kv->home, layer_index, n, error) : DT_OK;
 }
 
 void dt_kv_restore_end(dt_kv *kv, int32_t next_position, int32_t newest_dropped, int32_t shift) {

@@ -53,6 +53,8 @@ typedef struct dt_kv_home_ops {
     bool (*get)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, uint16_t *out);
     /* The same as floats, whatever the layer is stored as. */
     bool (*read)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, float *out);
+    /* Memory for rows [0, n) of every lane, where that is more than there is. */
+    dt_status (*reserve)(dt_kv_home *home, int32_t layer, int32_t n, dt_error *error);
     bool (*put)(dt_kv_home *home, int32_t layer, int32_t lane, bool values, int32_t first, int32_t n, const uint16_t *in);
     /* Keys [n][dim_k] and values [n][dim_v] of any committed entries of a lane, read or written as floats; for memory slots. */
     bool (*gather)(dt_kv_home *home, int32_t layer, int32_t lane, const int32_t *entries, int32_t n, float *keys, float *values);
