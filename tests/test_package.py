@@ -392,7 +392,7 @@ def test_python_waits_for_a_reply_that_its_own_thread_ends(deeptutor, monkeypatc
     dropped, found, threads = threading.Event(), threading.Event(), []
     def take(self, token, _):
         self._token = token
-        self._ready.release()
+        self._ready.put(None)
         dropped.wait(60)
         gc.collect()
         threads.append(threading.current_thread())

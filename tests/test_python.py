@@ -7,11 +7,10 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from test_package import MODEL, ROOT, deeptutor, library, pytestmark  # noqa: F401: a fixture, and what skips all of this
-
-BUSY = "another thread is using this session, which is for one at a time"
 
 
 def open_model(path):
@@ -59,8 +58,8 @@ class Stopped:
 
 @pytest.mark.parametrize("name", ["dt_session_sync", "dt_session_save", "dt_session_load", "first token", "dt_sampler_sample",
                                   "dt_session_append", "dt_generate_drafted"])
-def test_another_thread_is_refused(deeptutor, tmp_path, monkeypatch, name):
-    """By every call, wherever the first is; and what it did is as if nobody had tried."""
+def test_another_thread_waits(deeptutor, tmp_path, monkeypatch, name):
+    """In every call, wherever the first is; and what that did is as if nobody had tried."""
     model = deeptutor.Model(MODEL)
     session, other, draft = (*(deeptutor.Session(model, threads=1) for _ in range(2)), deeptutor.Draft())
     path = tmp_path / "s.bin"
@@ -79,19 +78,26 @@ def test_another_thread_is_refused(deeptutor, tmp_path, monkeypatch, name):
     thread.start()
     assert stopped.entered.wait(60)
     monkeypatch.undo()
-    for call in (lambda: session.sync([3]), lambda: session.save(tmp_path / "t.bin"), lambda: session.load(path),
-                 lambda: next(session.generate("B")), lambda: next(session.generate_tokens("B", draft="lookup")),
-                 lambda: session.tokens, lambda: session.stats, session.logits):
-        with pytest.raises(deeptutor.Error, match=BUSY) as caught:
-            call()
-        assert caught.value.status == "DT_ERR_ARGUMENT"
-    if name == "first token":
-        with pytest.raises(deeptutor.Error, match="another thread is using this draft"):
-            next(other.generate_tokens("B", draft=draft))
+    over = []
+
+    def ask(call):
+        try:
+            over.append(call() is not None)
+        except deeptutor.Error as error:
+            over.append("generating" in str(error) or "helps another reply" in str(error))
+    calls = [lambda: session.tokens, lambda: session.stats, session.logits, lambda: session.save(tmp_path / "t.bin") or True]
+    if name not in ("dt_session_save", "dt_session_load"):  # else it would change what the reply goes on from
+        calls += [lambda: next(session.generate_tokens("B", draft="lookup"))] if name in ("dt_sampler_sample", "dt_session_append") else []
+    threads = [threading.Thread(target=ask, args=(call,), daemon=True) for call in calls]
+    for other_thread in threads:
+        other_thread.start()
+    time.sleep(0.1)
+    assert not over
     assert next(other.generate_tokens("B", n_predict=1, ignore_end=True)) is not None
     stopped.go_on.set()
-    thread.join(60)
-    assert len(got) == 1 and not os.path.exists(tmp_path / "t.bin")
+    for waiting in (thread, *threads):
+        waiting.join(60)
+    assert len(got) == 1 and over == [True] * len(calls)
     if isinstance(got[0], list):
         assert got == [want]
     assert session.sync([1, 2, 3]) and session.tokens == [1, 2, 3]
@@ -99,7 +105,7 @@ def test_another_thread_is_refused(deeptutor, tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_looks_beside_a_reply(deeptutor, draft):
-    """Refused or right, and never what ends the reply."""
+    """They are right, and never what ends the reply."""
     model = deeptutor.Model(MODEL)
     session, settings = deeptutor.Session(model, threads=1), {"n_predict": 40, "temp": 0, "ignore_end": True, "draft": draft}
     tokens = model.tokenize("A, b, c. A, b,")
@@ -111,8 +117,6 @@ def test_looks_beside_a_reply(deeptutor, draft):
                 assert session.tokens[:len(tokens)] == tokens and session.stats["n_tokens"] >= len(tokens)
                 session.logits()
                 seen["looked"] += 1
-            except deeptutor.Error as error:
-                assert BUSY in str(error)
             except BaseException as error:
                 seen["wrong"] = error
                 raise
@@ -149,7 +153,7 @@ def test_a_look_in_which_a_reply_is_collected(deeptutor, monkeypatch):
     done = threading.Event()
 
     def look():
-        with session._alone():
+        with session._lock:
             gc.collect()
         assert session.sync([1, 2])["computed_tokens"] == 2
         done.set()
@@ -172,7 +176,7 @@ def work(i):
                          lambda: list(session.generate_tokens(tokens, n_predict=3, draft=draw.choice((None, "lookup")))),
                          lambda: (session.tokens, session.stats, session.logits())))()
         except Error as error:
-            assert "another thread" in str(error) or "is generating" in str(error), error
+            assert "is generating" in str(error), error
     done.append(i)
 threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
 for thread in threads:

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import threading
 import weakref
 
@@ -147,53 +148,52 @@ class _Sampler(_Own):
 
 
 class _Used(_Own):
-    """What is for one thread at a time, and what a reply works on, from its first token until its generator ends: nobody else
-    changes it meanwhile."""
+    """What is for one thread at a time: others wait. And what a reply works on, from its first token until its generator ends: nobody else
+    changes it meanwhile. The lock is C's and only ever taken by `with`, which Ctrl-C can't come between."""
 
-    _busy = False
+    _reply = None  # what is under way of a reply that uses it
     _ending = None  # a thread in which the library is about to leave it
-    _owner = None  # the thread that is in it and holds the lock
 
     def __new__(cls, *_, **__):
         made = super().__new__(cls)
         made._process = os.getpid()
-        made._lock = threading.Lock()
+        made._lock = threading.RLock()  # a callback of the library's, such as the log, may look
         return made
+
+    @property
+    def _busy(self):
+        return self._reply is not None and self._reply.under_way
 
     def _check_process(self):
         if self._process != os.getpid():  # its threads stayed there: who waits for them waits for ever
             raise Error("DT_ERR_ARGUMENT", "this was made in the process that forked this one; make another one here, or let "
                                            'multiprocessing start new processes (its method "spawn")')
 
-    @contextlib.contextmanager
-    def _alone(self, wait=False):
-        """The library is in this for one thread; ctypes lets the others run meanwhile. Another one is refused, or with `wait` has its
-        turn after it. A callback of the library's, such as the log, is in the thread that is in already and goes on."""
-        me = threading.get_ident()
-        if self._owner == me:
-            yield
-            return
-        ending, self._ending = self._ending, None
-        if ending:
+    def _let_end(self):
+        ending = self._ending
+        if ending and ending is not threading.current_thread():
             ending.join()
-        if not wait and self._lock.locked():
-            raise Error("DT_ERR_ARGUMENT", f"another thread is using this {self._what}, which is for one at a time; wait until it is "
-                                           f"done, or make a {self._what} for each")
-        with self._lock:  # not acquire(): between that and a try Ctrl-C would leave it locked. Two that come at once wait here
-            try:
-                self._owner = me
-                yield
-            finally:
-                self._owner = None
+            self._ending = None
 
-    @contextlib.contextmanager
-    def _claim(self):
-        """_alone, to change it."""
-        self._check_process()
-        with self._alone():
-            if self._busy:
-                raise Error("DT_ERR_ARGUMENT", self._refusal)
-            yield
+    def _change(self, act, *others):
+        """act(), which changes this and the others, where no reply uses them."""
+        used = (self, *others)
+        while True:
+            for thing in used:
+                thing._check_process()
+                thing._let_end()
+            with self._lock, used[-1]._lock:
+                for thing in used:
+                    if thing._busy:
+                        raise Error("DT_ERR_ARGUMENT", thing._refusal)
+                if all(thing._ending is None for thing in used):  # else the collector closed a reply just now, which needs the lock to end
+                    return act()
+
+
+class _Reply:
+    """One for all that a reply uses, so that a single step ends it, between which and the next Ctrl-C has no place."""
+
+    under_way = True
 
 
 class Draft(_Used):
@@ -203,7 +203,6 @@ class Draft(_Used):
     `target`, the model that is helped; threads are its own. What a draft has learned helps the next reply, so keep it: one per session.
     """
 
-    _what = "draft"
     _refusal = "the draft helps another reply; finish or close the generator of that first"
 
     def __init__(self, model=None, target=None, max_tokens=15, threads=0):
@@ -232,52 +231,55 @@ class _DraftedReply:
 
     def __init__(self, session, sampler, draft, n_predict):
         self._arguments = (session, sampler, draft, n_predict)  # what the thread uses outlives it
-        self._wanted, self._ready = threading.Semaphore(0), threading.Semaphore(0)
+        # threading's semaphores are Python code, which Ctrl-C leaves half done
+        self._wanted, self._ready = queue.SimpleQueue(), queue.SimpleQueue()
         self._token, self._stopped, self._error = None, False, None
         self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def start(self):
         self._thread.start()
         _drafted.add(self)
 
     def _take(self, token, _):
         self._token = token
         session = self._arguments[0]
-        session._owner = None
         session._lock.release()
-        self._ready.release()
-        self._wanted.acquire()
+        self._ready.put(None)
+        self._wanted.get()
         session._lock.acquire()  # nobody but a look, which soon ends, can be in it
-        session._owner = threading.get_ident()
         return not self._stopped
 
     def _work(self):
         session, sampler, draft, n_predict = self._arguments
-        self._wanted.acquire()
+        self._wanted.get()
         try:
             if not self._stopped:
-                with session._alone(wait=True):
+                with session._lock:
                     call("dt_generate_drafted", session._handle, sampler.handle, draft._handle, n_predict, token_fn(self._take), None,
                          None)
         except BaseException as error:  # whatever it is: the caller waits, and it is the caller's
             self._error = error
         self._token = None
-        self._ready.release()
+        self._ready.put(None)
 
     def next(self):
         """None at the end."""
-        self._wanted.release()
-        self._ready.acquire()
+        self._wanted.put(None)
+        self._ready.get()
         if self._error:
             raise self._error
         return self._token
 
     def stop(self):
         self._stopped = True
-        self._wanted.release()
+        self._wanted.put(None)
         session, _, draft, _ = self._arguments
-        if threading.get_ident() in (self._thread.ident, session._owner):  # where the collector of garbage found the generator
-            session._ending = draft._ending = self._thread
-        else:
-            self._thread.join()
+        if not self._thread.is_alive():
+            return
+        session._ending = draft._ending = self._thread  # whoever claims them next waits for it
+        if not session._lock._is_owned():  # else the collector of garbage found the generator there, and it needs the lock to end
+            session._let_end()
+            draft._let_end()
 
 
 @atexit.register
@@ -293,10 +295,9 @@ class Session(_Used):
     eviction: None (nothing is evicted), a preset's name ("chat", "docqa", "code", "summary") or a dict as in docs/eviction-config.md;
     max_cache_size and min_cache_size override it; like prefill="streaming" they need it. kv_memory: bytes that the cache never exceeds.
     While a generator of it is under way it can be looked at, but not synced, saved, loaded or asked for another reply. While a thread
-    is in one of its methods, all of them refuse every other thread.
+    is in one of its methods, other threads wait.
     """
 
-    _what = "session"
     _refusal = "the session is generating; finish or close the generator first"
 
     def __init__(self, model, n_ctx=0, n_batch=0, threads=0, kv_type="f16", prefill="full", eviction=None, max_cache_size=0,
@@ -350,11 +351,12 @@ class Session(_Used):
     def sync(self, tokens):
         """Makes the conversation equal to `tokens`, computing only what is new; says how and how much was reused."""
         result, array = dt_sync_result(), token_array(tokens)
-        with self._claim():
+        def act():
             call("dt_session_sync", self._handle, array, len(array), None, None, ctypes.byref(result))
             self.last_sync = {"how": _SYNCS[result.how], "reused_tokens": result.reused_tokens,
                               "computed_tokens": result.computed_tokens, "prefill_ms": result.prefill_ms}
             return self.last_sync
+        return self._change(act)
 
     def generate_tokens(self, prompt, n_predict=-1, draft=None, **sampling):
         """Yields tokens after `prompt` (text or tokens) until an end token, n_predict of them, or the context's end.
@@ -371,30 +373,29 @@ class Session(_Used):
         if not isinstance(prompt, (str, bytes)) and not hasattr(prompt, "__iter__"):
             raise TypeError(f"prompt must be text or tokens, not {prompt!r}")
         tokens = token_array(self.model.tokenize(prompt) if isinstance(prompt, (str, bytes)) else prompt)
-        used = [self]
-        if draft is not None:
-            draft = Draft() if draft == "lookup" else draft
-            used.append(draft)
-        with contextlib.ExitStack() as claims:
-            for thing in used:
-                claims.enter_context(thing._claim())
+        draft = Draft() if draft == "lookup" else draft
+        others, reply = [draft] if draft is not None else [], _Reply()
+
+        def begin():
             sampler = _Sampler(self.model, **sampling)
             self.seed = lib.dt_sampler_seed(sampler.handle)
             for token in tokens:
                 call("dt_sampler_accept", sampler.handle, token, False)
             self.sync(tokens)
-            for thing in used:
-                thing._busy = True
+            for thing in (self, *others):
+                thing._reply = reply
+            return sampler
         try:
-            yield from self._reply(sampler, draft, n_predict)
-        finally:  # also where the caller stops early
-            for thing in used:
-                thing._busy = False
+            sampler = self._change(begin, *others)
+            yield from self._tokens(sampler, draft, n_predict)
+        finally:  # also where the caller stops early, or Ctrl-C comes
+            reply.under_way = False
 
-    def _reply(self, sampler, draft, n_predict):
+    def _tokens(self, sampler, draft, n_predict):
         if draft is not None:
             reply = _DraftedReply(self, sampler, draft, n_predict)
             try:
+                reply.start()
                 while (token := reply.next()) is not None:
                     yield token
                     self._check_process()
@@ -403,7 +404,7 @@ class Session(_Used):
             return
         token, n = ctypes.c_int32(), 0
         while n_predict < 0 or n < n_predict:
-            with self._alone(wait=True):  # for a look, which soon ends: nothing else can be in it
+            with self._lock:
                 call("dt_sampler_sample", sampler.handle, lib.dt_session_logits(self._handle), ctypes.byref(token), None)
             call("dt_sampler_accept", sampler.handle, token.value, True)
             if self.model.is_end(token.value):
@@ -411,7 +412,7 @@ class Session(_Used):
             n += 1
             yield token.value
             self._check_process()
-            with self._alone(wait=True):
+            with self._lock:
                 stats = self.stats
                 if n == n_predict or stats["n_tokens"] >= stats["n_ctx"]:
                     return  # the last token is not computed, as in dt_generate
@@ -431,30 +432,33 @@ class Session(_Used):
 
     def logits(self):
         """After the last token, a list of n_vocab floats; None before the first."""
-        with self._alone():
+        self._check_process()
+        with self._lock:
             pointer = lib.dt_session_logits(self._handle)
             return pointer[:self.model.info["n_vocab"]] if pointer else None
 
     @property
     def tokens(self):
         n = ctypes.c_size_t()
-        with self._alone():
+        self._check_process()
+        with self._lock:
             pointer = lib.dt_session_tokens(self._handle, ctypes.byref(n))
             return pointer[:n.value] if n.value else []
 
     @property
     def stats(self):
         stats = dt_session_stats()
-        with self._alone():
+        self._check_process()
+        with self._lock:
             lib.dt_session_get_stats(self._handle, ctypes.byref(stats))
         numbers = {name: getattr(stats, name) for name, _ in stats._fields_}
         numbers["kernel"] = numbers["kernel"].decode()
         return numbers
 
     def save(self, path):
-        with self._claim():
-            call("dt_session_save", self._handle, None, path_bytes("path", path))
+        name = path_bytes("path", path)
+        self._change(lambda: call("dt_session_save", self._handle, None, name))
 
     def load(self, path):
-        with self._claim():
-            call("dt_session_load", self._handle, None, path_bytes("path", path))
+        name = path_bytes("path", path)
+        self._change(lambda: call("dt_session_load", self._handle, None, name))
