@@ -431,7 +431,7 @@ class Session(_Used):
             yield rest
 
     def logits(self):
-        """After the last token, a list of n_vocab floats; None before the first."""
+        """After the last token, a list of n_vocab floats; None before the first, and between the tokens of a reply with a draft."""
         self._check_process()
         with self._lock:
             pointer = lib.dt_session_logits(self._handle)
