@@ -270,6 +270,31 @@ def test_without_a_place_to_keep_anything(browser, server):
         browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
+def test_settings_outlive_a_server_that_is_away(browser, server):
+    """What it offers isn't known then, and another setting that is changed takes nothing of it along."""
+    open_page(browser, server)
+    Select(get(browser, "preset")).select_by_value("code")
+    browser.execute_script("arguments[0].click()", get(browser, "evict"))
+    chosen = get(browser, "evict").is_selected()
+    browser.execute_cdp_cmd("Network.enable", {})
+    browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*/props"]})
+    browser.refresh()
+    wait(lambda: "server" in get(browser, "status").text)
+    Select(get(browser, "language")).select_by_value("zh")
+    browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+    open_page(browser, server, keep=True)
+    assert get(browser, "preset").get_attribute("value") == "code" and get(browser, "evict").is_selected() == chosen
+    assert get(browser, "language").get_attribute("value") == "zh"
+    complaints(browser)  # of /props
+
+
+def test_a_key_that_no_request_can_carry(browser, server):
+    open_page(browser, server)
+    browser.execute_script("arguments[0].value = 'schl\u00fcssel\u2192'", get(browser, "key"))
+    get(browser, "prompt").send_keys("a", Keys.ENTER)
+    wait(lambda: "the key has characters" in get(browser, "status").text)
+
+
 def test_a_document(browser, server, tmp_path):
     open_page(browser, server)
     text, binary = tmp_path / "short story.txt", tmp_path / "picture.png"

@@ -10,7 +10,7 @@ const BIGGEST_DOCUMENT = 32 << 20; // bytes; a model's context is far smaller
 
 // messages: {role, content, documents: [{name, text}]}; documents only where the user added some
 // running: {stop, conversation, reply, replaced}; the messages that the reply goes after, and the answers it is to replace
-let messages = [], documents = [], running = null, server = null;
+let messages = [], documents = [], running = null, server = null, settings = {};
 
 /* ---- what the browser keeps ---- */
 
@@ -56,11 +56,10 @@ function keepMessages() {
   if (!keep("deeptutor.messages", withReply())) status(say("unsaved"));
 }
 
-function keepSettings() {
-  keep("deeptutor.settings", {
-    language: chosenLanguage(), evict: $("evict").checked, preset: $("preset").value, system: $("system").value,
-    temperature: $("temperature").value, maxTokens: $("max-tokens").value,
-  });
+// What the user has chosen, by name. The rest is the server's, and may not be known yet, or not be on offer at the moment.
+function keepSetting(name, value) {
+  settings[name] = value;
+  keep("deeptutor.settings", settings);
 }
 
 /* ---- the conversation ---- */
@@ -166,6 +165,7 @@ async function answer(replaced = []) {
     if (follow) toEnd();
   };
   try {
+    if (/[^\x20-\xff]/.test($("key").value)) throw new Refused(0, say("badKey"), 0);
     await chat(body, $("key").value, stop.signal, {
       text: (piece) => {
         reply.content += piece;
@@ -240,7 +240,7 @@ async function add(files) {
 function settingsNote() { $("settings-note").textContent = server ? say(server.eviction.override ? "changed" : "fixed") : ""; }
 
 async function begin() {
-  const kept = load("deeptutor.settings", {});
+  const kept = settings = load("deeptutor.settings", {});
   useLanguage(kept.language ?? (navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en"));
   $("language").value = chosenLanguage();
   $("system").value = kept.system ?? "";
@@ -298,13 +298,16 @@ $("fresh").addEventListener("click", () => {
 });
 $("language").addEventListener("change", () => {
   useLanguage($("language").value);
-  keepSettings();
+  keepSetting("language", chosenLanguage());
   settingsNote();
   showDocuments();
   if (!running) showMessages();
   paint();
 });
-for (const id of ["evict", "preset", "system", "temperature", "max-tokens"]) $(id).addEventListener("change", keepSettings);
+for (const [id, name] of [["preset", "preset"], ["system", "system"], ["temperature", "temperature"], ["max-tokens", "maxTokens"]]) {
+  $(id).addEventListener("change", () => keepSetting(name, $(id).value));
+}
+$("evict").addEventListener("change", () => keepSetting("evict", $("evict").checked));
 $("attach").addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", () => {
   add([...$("file").files]);
