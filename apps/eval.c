@@ -434,6 +434,12 @@ static dt_status check_context(const eval *e, const command *c, bool chosen, dt_
                            "pieces of %lld tokens don't fit into the context of %lld; give a smaller --context", (long long)n,
                            (long long)n_ctx);
     }
+    if (c->run == eval_kld && n + e->options->n_continuation > n_ctx) {
+        return dt_app_fail(error, DT_ERR_LIMIT,
+                           "the full cache that is compared with can't pass the context of %lld: %lld tokens and %lld more don't "
+                           "fit; give a smaller --context or --continuation",
+                           (long long)n_ctx, (long long)n, (long long)e->options->n_continuation);
+    }
     if (chosen && n < c->n_context) {
         dt_report(DT_LOG_INFO, "--context %lld, which the model's %lld leave room for", (long long)n, (long long)n_ctx);
     }

@@ -111,14 +111,6 @@ static bool is_of(const eval_setting *setting, pass p) { return setting->quote =
 static dt_status measure_pass(eval *e, const dt_session *base, comparison *c, chunk_sums *sums, eval_map *map, dt_error *error) {
     dt_session *reference = NULL;
     dt_status status = dt_session_fork(base, NULL, DT_EVICT_ALWAYS, &reference, error);
-    dt_session_stats stats;
-    dt_session_get_stats(reference, &stats);
-    if (status == DT_OK && stats.n_tokens + (int64_t)c->n > stats.n_ctx) {
-        status = dt_app_fail(error, DT_ERR_LIMIT,
-                             "the full cache that is compared with can't pass the context of %d: %d tokens and %zu more don't fit; "
-                             "give a smaller --context or --continuation",
-                             stats.n_ctx, stats.n_tokens, c->n);
-    }
     if (status == DT_OK) {
         status = feed(reference, c, keep_full, error);
     }

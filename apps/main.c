@@ -341,15 +341,17 @@ static dt_status join_saved(const dt_session *session, const texts *t, int32_t *
     return DT_OK;
 }
 
+static int64_t given_tokens(const texts *t) { return (int64_t)t->n_tokens + (t->goes_on ? t->n_saved : 0); }
+
 /* What is read before the reply begins; 0: nobody knows. */
 static int32_t prompt_tokens(const main_options *o, const texts *t) {
-    const int64_t n = (int64_t)t->n_tokens + (t->goes_on ? t->n_saved : 0);
+    const int64_t n = given_tokens(t);
     return o->conversation || n >= INT32_MAX ? 0 : (int32_t)(n > t->n_saved ? n : t->n_saved);
 }
 
 /* How long the conversation gets: with a saved one, at least as long as that for the moment; 0: nobody knows. */
 static int32_t expected_tokens(const main_options *o, const texts *t) {
-    const int64_t n = (int64_t)t->n_tokens + (t->goes_on ? t->n_saved : 0) + o->n_predict;
+    const int64_t n = given_tokens(t) + o->n_predict;
     const bool known = !o->conversation && o->n_predict >= 0 && n < INT32_MAX;
     return !known ? 0 : (int32_t)(n > t->n_saved ? n : t->n_saved);
 }

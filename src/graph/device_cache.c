@@ -414,17 +414,16 @@ static dt_device_cache *new_empty(const dt_decoder *decoder, dt_memory *memory) 
 dt_status dt_device_cache_new(const dt_decoder *decoder, dt_memory *memory, const dt_kv_layer_params *layers, dt_kv_home **out,
                               dt_error *error) {
     dt_device_cache *cache = new_empty(decoder, memory);
-    dt_status status = cache != NULL ? DT_OK : dt_fail_memory(error, sizeof *cache, "the KV cache");
-    for (int32_t i = 0; status == DT_OK && i < decoder->hp.n_layers; i++) {
+    *out = NULL;
+    if (cache == NULL) {
+        return dt_fail_memory(error, sizeof *cache, "the KV cache");
+    }
+    for (int32_t i = 0; i < decoder->hp.n_layers; i++) {
         cache->layers[i] = describe_layer(decoder, &layers[i], i);
         cache->layers[i].needs_ring = cache->layers[i].device >= 0 && dt_budget_needs_mass(&layers[i].budget);
     }
-    if (status != DT_OK && cache != NULL) {
-        home_free(&cache->home);
-        return status;
-    }
     *out = &cache->home;
-    return status;
+    return DT_OK;
 }
 
 static dt_status copy_layer(dt_device_cache *to, dt_device_layer *b, const dt_device_layer *a, bool with_content, dt_error *error) {
