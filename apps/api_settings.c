@@ -25,6 +25,11 @@ bool dt_reader_refuse_unsupported(dt_reader *r) {
             return dt_reader_refuse(r, 400, "%s is not supported here; leave it out", lists[i]);
         }
     }
+    const json_t *choice = dt_reader_field(r->body, "tool_choice");
+    const char *word = json_string_value(choice); /* NULL: an object, which names a tool */
+    if (choice != NULL && (word == NULL || (strcmp(word, "none") != 0 && strcmp(word, "auto") != 0))) {
+        return dt_reader_refuse(r, 400, "tool_choice asks for tools, which are not supported here; leave it out");
+    }
     for (size_t i = 0; i < sizeof zeros / sizeof zeros[0]; i++) {
         const json_t *value = dt_reader_field(r->body, zeros[i]);
         if (value != NULL && (!json_is_number(value) || json_number_value(value) != 0)) {

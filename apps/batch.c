@@ -45,7 +45,7 @@ static const dt_option batch_rows[] = {
     {"-no-cnv, --no-cnv, --no-conversation", NULL, DT_OPTION_OFF, AT(chat), 0, 0,
      "--each is a text to go on from, not a message in the model's chat template"},
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
-    {"-n, --n-predict, --max-tokens", "N", DT_OPTION_INT, AT(max_tokens), 1, INT32_MAX,
+    {"-n, --predict, --n-predict, --max-tokens", "N", DT_OPTION_INT, AT(max_tokens), 1, INT32_MAX,
      "length of a reply where the row gives none (1024)"},
     {"-np, --parallel", "N", DT_OPTION_INT, AT(n_parallel), 1, 256, "replies computed at once, as far as --kv-memory allows (8)"},
 };

@@ -504,14 +504,17 @@ static void print_markdown(const bench *b) {
            "----------------------------------------------------------------");
     for (size_t i = 0; i < b->n_rows; i++) {
         const bench_row *r = &b->rows[i];
-        char bound[16] = "";
+        char bound[16] = "", spread[16] = "";
         name_test(r, test, sizeof test);
         if (r->bound > 0) {
             snprintf(bound, sizeof bound, "%.0f %%", r->median / r->bound * 100);
         }
-        printf("| %5lld | %-3s | %-*s | %7.*f | %2.0f %% | %6.1f | %2.0f %% | %3.*f %% | %5s |\n", (long long)r->depth,
-               r->eviction ? "on" : "off", width, test, r->median < 1e5 ? 1 : 0, r->median, (r->high - r->low) / r->median * 50,
-               (double)r->kv_bytes / 1048576.0, r->attention * 100, r->evicting < 0.0995 ? 1 : 0, r->evicting * 100, bound);
+        if (b->options->repeats > 1) {
+            snprintf(spread, sizeof spread, "%.0f %%", (r->high - r->low) / r->median * 50);
+        }
+        printf("| %5lld | %-3s | %-*s | %7.*f | %4s | %6.1f | %2.0f %% | %3.*f %% | %5s |\n", (long long)r->depth,
+               r->eviction ? "on" : "off", width, test, r->median < 1e5 ? 1 : 0, r->median, spread, (double)r->kv_bytes / 1048576.0,
+               r->attention * 100, r->evicting < 0.0995 ? 1 : 0, r->evicting * 100, bound);
     }
     printf("\nt/s: median, +- half of what lies between slowest and fastest; attn, evict:\n"
            "shares of the time; bound: how much of the speed at which the machine reads\n"

@@ -404,6 +404,7 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
     dt_json_set(&root, "threads", json_integer(s.n_threads));
     dt_json_set(&root, "kernel", dt_json_text(s.kernel));
     dt_json_set(&root, "device", dt_json_text(info->device));
+    dt_json_set(&root, "kv_type", dt_json_text(s.kv_type == DT_KV_F16 ? "f16" : "int8"));
     dt_json_set(&root, "prompt_tokens", json_integer(numbers->prompt_tokens));
     dt_json_set(&root, "prefill_ms", json_number(s.prefill_ms));
     dt_json_set(&root, "prefill_tps", json_number(per_second(s.prefill_tokens, s.prefill_ms)));

@@ -36,7 +36,7 @@ static const dt_option server_rows[] = {
     {"--chat-template", "NAME", DT_OPTION_TEXT, AT(chat_template), 0, 0, "a built-in template, or Jinja source (the model's own)"},
     {"-np, --parallel", "N", DT_OPTION_INT, AT(n_parallel), 1, 256, "replies computed at once (8)"},
     {"--queue", "N", DT_OPTION_INT, AT(n_queue), 1, 100000, "prompts that may wait; more are answered 429 (128)"},
-    {"-n, --n-predict, --max-tokens", "N", DT_OPTION_INT, AT(max_tokens), 1, INT32_MAX,
+    {"-n, --predict, --n-predict, --max-tokens", "N", DT_OPTION_INT, AT(max_tokens), 1, INT32_MAX,
      "length of a reply where the request gives none (1024)"},
     {"--max-body", "SIZE", DT_OPTION_SIZE, AT(max_body), 0, 0, "largest request (16M)"},
     {"--grace", "N", DT_OPTION_INT, AT(grace), 0, 86400, "seconds that running replies have to end after SIGTERM (30)"},

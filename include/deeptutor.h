@@ -7,7 +7,9 @@
  *
  * Callers state the goal (dt_session_sync: "the conversation is now these tokens"); the session finds
  * the cheap way there. Errors are values: every function that can fail returns a dt_status and, where
- * `error` is not NULL, fills it with a sentence that says what to do. Nothing here exits, aborts or prints, but for layers on other
+ * `error` is not NULL, fills it with a sentence that says what to do. Sentences name settings by the programs' flags, which have the
+ * names of the members of the structs here (--kv-memory 100K: kv_memory = 100 * 1024; -c: n_ctx, -b: n_batch, -n: the number of tokens
+ * wanted). Nothing here exits, aborts or prints, but for layers on other
  * machines (dt_model_params.device, dt_rpc_serve). DT_ERR_MEMORY may come from every one, and DT_ERR_ARGUMENT where a pointer that
  * is needed is NULL (what has no status takes a first one for nothing: 0, NULL or false); other statuses are told at each.
  *
@@ -315,6 +317,7 @@ typedef struct dt_session_stats {
     int32_t n_tokens;
     int32_t n_ctx; /* the most tokens the conversation may have: about 2^31 where it may go on past the parameter of this name */
     int32_t n_threads, n_batch;
+    dt_kv_type kv_type; /* as the cache holds them: INT8 too where kv_memory left no room for F16 */
     uint64_t kv_bytes, kv_bytes_peak, kv_bytes_full; /* allocated now, at most, and what full caching would need now */
     uint64_t kv_step_bytes;                          /* keys and values that one decode step reads */
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */

@@ -18,6 +18,7 @@ DEVICES = {"a100": (1555, 312), "4090": (1008, 165), "3090": (936, 71), "m2ultra
 DECODE_SHARE = 0.8   # of the bandwidth, which good kernels reach
 PREFILL_SHARE = 0.4  # of the arithmetic
 CHUNK = 512
+LEAST_CHUNK = 32     # tokens that must fit beside the kept ones for a conversation to go past its context, as main asks
 PRESETS = {"chat": (2048, 4096), "docqa": (4096, 8192), "code": (4096, 4096), "summary": (3072, 6144)}  # shallow, deep
 
 
@@ -176,10 +177,16 @@ def main():
     args.number_bytes = 2.0 if args.kv_type == "f16" else 1.06
     model = read_model(args.model)
     too_long = 0 < model.context < args.context
-    if too_long:
+    kept = budgets(model, args)
+    too_large = too_long and max(kept) + LEAST_CHUNK > model.context
+    if too_large:
+        print(f"plan.py: this model was trained for {model.context} tokens, and longer conversations need budgets that leave room in "
+              f"them, such as --max-cache-size {max(model.context // 2, 1)} (docs/memory.md), so neither with TLC nor without is there "
+              "such a run, and only sizes are shown", file=sys.stderr)
+    elif too_long:
         print(f"plan.py: this model was trained for {model.context} tokens; longer conversations need TLC in every layer "
               "(docs/memory.md), so with TLC off there is no such run, and only its size is shown", file=sys.stderr)
-    off, on = predict(model, args, [args.context] * model.layers), predict(model, args, budgets(model, args))
+    off, on = predict(model, args, [args.context] * model.layers), predict(model, args, kept)
     arithmetic = f", {args.tflops:g} TFLOPS x {PREFILL_SHARE}" if args.tflops else ""
     print(f"{args.context} tokens, {args.bandwidth:.0f} GB/s x {DECODE_SHARE}{arithmetic}")
     print(f"{'':24}{'TLC off':>12}{'TLC on':>12}{'ratio':>8}")
@@ -188,7 +195,7 @@ def main():
                                ("decode", "decoding, tokens/s", on["decode"] / off["decode"]),
                                *([("prefill", "reading a prompt, t/s", on["prefill"] / off["prefill"])] if args.tflops else [])):
         if too_long and name in ("decode", "prefill"):
-            print(f"{title:24}{'-':>12}{on[name]:12.1f}")
+            print(f"{title:24}{'-':>12}" + (f"{'-':>12}" if too_large else f"{on[name]:12.1f}"))
         else:
             print(f"{title:24}{off[name]:12.1f}{on[name]:12.1f}{ratio:8.2f}")
     return 0

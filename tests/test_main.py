@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not os.access(MAIN, os.X_OK), reason="DT_MAIN na
 needs_model = pytest.mark.skipif(not os.path.exists(MODEL), reason="DT_TEST_MODEL names no model")
 
 STATS_FIELDS = {
-    "model": str, "arch": str, "n_layers": int, "threads": int, "kernel": str, "device": str, "prompt_tokens": int,
+    "model": str, "arch": str, "n_layers": int, "threads": int, "kernel": str, "device": str, "kv_type": str, "prompt_tokens": int,
     "prefill_ms": float, "prefill_tps": float, "generated_tokens": int, "decode_ms": float, "decode_tps": float,
     "load_ms": float, "reused_tokens": int, "kv_bytes": int, "kv_bytes_peak": int, "kv_bytes_full": int,
     "rss_bytes_peak": int, "eviction": dict, "draft": dict, "layers": list, "generated_token_ids": list,

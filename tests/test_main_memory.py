@@ -24,6 +24,7 @@ def test_promise(tmp_path):
         assert stats["kv_bytes_peak"] <= limit
         assert stats["kv_bytes_peak"] <= (float(most) + 0.1) * (1 << 20)
         wholes.add(full)
+        assert stats["kv_type"] == ("int8" if b"as int8" in log.stderr else "f16")
         if b"as int8" not in log.stderr:
             assert abs(stats["kv_bytes_full"] / (1 << 20) - float(full)) < 0.2
         assert stats["generated_tokens"] == 8

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SHAPE = {"layers": 4, "heads": 4, "kv-heads": 2, "head-dim": 16, "embd": 64, "ff": 128, "vocab": 320, "ctx": 256}
+SHAPE = {"layers": 4, "heads": 4, "kv-heads": 2, "head-dim": 16, "embd": 64, "ff": 128, "vocab": 320, "ctx": 32768}
 
 
 def plan(*arguments):
@@ -51,16 +51,22 @@ def test_bytes(model):
 
 @pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")
 def test_no_speed_of_a_run_that_there_is_not(model):
-    """Longer than trained, with TLC off."""
-    flags = ["-m", model, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 64, "--context"]
-    within, beyond = plan(*flags, 256), plan(*flags, 257)
-    assert within.stderr == "" and "trained for 256 tokens" in beyond.stderr and "no such run" in beyond.stderr
+    """Longer than trained: with TLC off, and with budgets that leave no room for a chunk."""
+    flags = ["-m", model, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 32736, "--context"]
+    within, beyond = plan(*flags, 32768), plan(*flags, 32769)
+    assert within.stderr == "" and "trained for 32768 tokens" in beyond.stderr and "with TLC off there is no such run" in beyond.stderr
     for name, cells in rows_of(within).items():
         assert len(cells) == 3 and "-" not in cells
         if "MiB" in name:
             assert len(rows_of(beyond)[name]) == 3
         else:
             assert rows_of(beyond)[name][0] == "-" and len(rows_of(beyond)[name]) == 2
+    flags[flags.index(32736)] = 32737
+    within, beyond = plan(*flags, 32768), plan(*flags, 32769)
+    assert within.stderr == "" and "-" not in rows_of(within)["decoding, tokens/s"]
+    assert "--max-cache-size 16384" in beyond.stderr and beyond.returncode == 0
+    for name, cells in rows_of(beyond).items():
+        assert (len(cells) == 3) if "MiB" in name else (cells == ["-", "-"])
 
 
 @pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")

@@ -235,6 +235,7 @@ def test_json_schema(server):
     ({"messages": user("x"), "n": 5}, "at most 4 replies are computed at once here"),
     ({"messages": user("x"), "stop": [1]}, "stop"), ({"messages": user("x"), "stop": ["a"] * 17}, "stop"),
     ({"messages": user("x"), "stop": "x" * 300}, "stop"), ({"messages": user("x"), "tools": [{}]}, "tools"),
+    ({"messages": user("x"), "tool_choice": "required"}, "tool_choice"), ({"messages": user("x"), "tool_choice": {}}, "tool_choice"),
     ({"messages": user("x"), "logit_bias": {"1": 2}}, "logit_bias"), ({"messages": user("x"), "presence_penalty": 1}, "presence"),
     ({"messages": user("x"), "top_logprobs": 3}, "logprobs"), ({"messages": user("x"), "logprobs": 3}, "logprobs"),
     ({"messages": user("x"), "grammar": "root ::= ("}, "grammar"), ({"messages": user("x"), "stream": "yes"}, "stream"),

@@ -59,7 +59,8 @@ export function paint() {
   $("decode-tps").textContent = speed(event.decode_tps);
   $("n-tokens").textContent = number(event.n_tokens);
   $("reused").textContent = say("ofPrompt", { n: number(event.reused_tokens), all: number(event.prompt_tokens) });
-  $("kv-bytes").textContent = say("ofFull", { now: bytes(event.kv_bytes), full: bytes(event.kv_bytes_full) });
+  const shrunk = event.kv_bytes <= event.kv_bytes_full; // a short one takes more with what eviction keeps beside it
+  $("kv-bytes").textContent = shrunk ? say("ofFull", { now: bytes(event.kv_bytes), full: bytes(event.kv_bytes_full) }) : bytes(event.kv_bytes);
   const share = event.kv_bytes_full > 0 ? Math.min(1, event.kv_bytes / event.kv_bytes_full) : 0;
   $("meter-fill").style.width = `${100 * share}%`;
   $("meter").setAttribute("aria-label", say("meter", { percent: number(100 * share) }));

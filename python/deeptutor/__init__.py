@@ -8,8 +8,9 @@
     print(session.stats["kv_bytes"])
 
 A session keeps what was computed: a prompt that goes on from the one before costs only what is new. Errors are `Error`, with the
-library's own sentence. A session is used by one thread at a time, in the process that made it: while another one is in it, a call
-is refused. A model may be shared.
+library's own sentence, which names settings by the programs' flags: they have the names of the parameters here (--kv-type int8:
+kv_type="int8"; --kv-memory 100K: kv_memory=100 * 1024; -c: n_ctx; -b: n_batch; -n: n_predict). A session is used by one thread at a time,
+in the process that made it: while one is in it, others wait. A model may be shared.
 """
 import atexit
 import codecs
@@ -453,6 +454,7 @@ class Session(_Used):
             lib.dt_session_get_stats(self._handle, ctypes.byref(stats))
         numbers = {name: getattr(stats, name) for name, _ in stats._fields_}
         numbers["kernel"] = numbers["kernel"].decode()
+        numbers["kv_type"] = next(name for name, value in _KV_TYPES.items() if value == numbers["kv_type"])
         return numbers
 
     def save(self, path):

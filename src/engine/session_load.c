@@ -339,13 +339,12 @@ static dt_status check_limit(reader *r, const lane_parts *all) {
     const bool same_type = r->type == s->params.kv_type;
     const bool fits = r->most != UINT64_MAX && same_type && (s->params.kv_memory == 0 || r->most <= s->params.kv_memory);
     const uint64_t needed = same_type ? r->most : DT_MAX(r->most, s->params.kv_memory + 1);
-    const uint64_t works = fits || r->most == UINT64_MAX ? 0 : dt_kv_plan_limit(s, &held, needed);
+    /* under any limit that gives these budgets back */
+    const bool never = n_tokens - r->header.shift > s->params.n_ctx && !dt_session_passes_context(s, s->asked.budgets);
+    const uint64_t works = fits || never || r->most == UINT64_MAX ? 0 : dt_kv_plan_limit(s, &held, needed);
     free(entries);
-    if (fits) {
-        return DT_OK;
-    }
-    if (n_tokens - r->header.shift > s->params.n_ctx && !dt_session_passes_context(s, s->asked.budgets)) {
-        return too_long(r); /* under any limit that gives these budgets back */
+    if (fits || never) {
+        return fits ? DT_OK : too_long(r);
     }
     if (r->most == UINT64_MAX || works == UINT64_MAX) {
         return dt_fail_memory(r->error, (size_t)all->n * sizeof *entries, "loading the session");

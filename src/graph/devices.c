@@ -182,18 +182,19 @@ dt_status dt_devices_list(char **out, dt_error *error) {
             continue;
         }
         ggml_backend_dev_memory(device, &available, &total);
-        at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-10s %s, %.0f MiB, %.0f MiB free\n%s",
-                               is_cpu(device) ? "cpu" : ggml_backend_dev_name(device), ggml_backend_dev_description(device),
-                               (double)total / MIB, (double)available / MIB,
-                               is_cpu(device) ? CPU_AS_DEVICE "   the same, taken like a GPU: ggml's operators only (for tests)\n"
-                                              : "");
+        at += (size_t)snprintf(
+            text + at, LIST_BYTES - at, "%-14s %s, %.0f MiB, %.0f MiB free\n%s",
+            is_cpu(device) ? "cpu" : ggml_backend_dev_name(device), ggml_backend_dev_description(device), (double)total / MIB,
+            (double)available / MIB,
+            is_cpu(device) ? CPU_AS_DEVICE "       the same, taken like a GPU: ggml's operators only (for tests)\n" : "");
     }
     for (size_t i = 0; i < ggml_backend_reg_count() && at < LIST_BYTES; i++) {
         ggml_backend_reg_t registry = ggml_backend_reg_get(i);
         if (strcmp(ggml_backend_reg_name(registry), "RPC") == 0) {
-            at += (size_t)snprintf(text + at, LIST_BYTES - at, "rpc=HOST:PORT  another machine that runs deeptutor-rpc-server\n");
+            at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-14s another machine that runs deeptutor-rpc-server\n",
+                                   "rpc=HOST:PORT");
         } else if (ggml_backend_reg_dev_count(registry) == 0) {
-            at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-10s built in, but no device was found\n",
+            at += (size_t)snprintf(text + at, LIST_BYTES - at, "%-14s built in, but no device was found\n",
                                    ggml_backend_reg_name(registry));
         }
     }

@@ -347,7 +347,7 @@ static dt_status fail_foreign(const scan *s) {
         {"\0\0\0\0", 4, "empty space (an unfinished download?)"},
         {"{", 1, "a JSON file"},
     };
-    const char *what = "something else";
+    const char *what = "something else; name a file that convert.py or llama.cpp's tools have made";
     uint64_t header = 0;
     if (s->size > 9) {
         memcpy(&header, s->data, sizeof header);
