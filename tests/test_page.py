@@ -288,6 +288,19 @@ def test_settings_outlive_a_server_that_is_away(browser, server):
     complaints(browser)  # of /props
 
 
+def test_a_server_that_came_back_with_other_settings(browser, server):
+    open_page(browser, server)
+    wait(lambda: get(browser, "preset").is_enabled())
+    browser.execute_script(
+        "const real = window.fetch; window.fetch = async (url, how) => {"
+        "  if (url !== '/props') return new Response('{\"error\": {\"message\": \"not here\"}}', {status: 400});"
+        "  const told = await (await real(url, how)).json(); told.model = 'another'; told.eviction.override = false;"
+        "  return new Response(JSON.stringify(told)); };")
+    get(browser, "prompt").send_keys("a", Keys.ENTER)
+    wait(lambda: "not here" in get(browser, "status").text)
+    wait(lambda: get(browser, "model").text == "another" and not get(browser, "preset").is_enabled())
+
+
 def test_a_key_that_no_request_can_carry(browser, server):
     open_page(browser, server)
     browser.execute_script("arguments[0].value = 'schl\u00fcssel\u2192'", get(browser, "key"))

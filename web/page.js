@@ -150,7 +150,7 @@ async function answer(replaced = []) {
   const reply = { role: "assistant", content: "" };
   const body = request();
   const view = messageView(reply), text = view.querySelector(".text");
-  let drawn = false, reason = "";
+  let drawn = false, failed = false, reason = "";
   const stop = new AbortController();
   running = { stop, conversation: messages, reply, replaced };
   $("messages").append(view);
@@ -181,6 +181,7 @@ async function answer(replaced = []) {
     });
     status(reason === "length" ? say("cutShort") : "");
   } catch (problem) {
+    failed = problem.name !== "AbortError";
     status(problem.name === "AbortError" ? say("stopped")
       : problem instanceof Refused && (problem.status === 429 || problem.status === 503) ? say("busy", { n: problem.retryAfter })
         : problem instanceof Refused ? say("failed", { why: problem.message }) : say("gone"));
@@ -189,6 +190,7 @@ async function answer(replaced = []) {
   running = null;
   keepMessages();
   showMessages();
+  if (failed) learnServer().catch(() => {}); // it may be another one by now, which takes other settings
   if (atEnd()) toEnd();
 }
 
@@ -239,7 +241,21 @@ async function add(files) {
 
 function settingsNote() { $("settings-note").textContent = server ? say(server.eviction.override ? "changed" : "fixed") : ""; }
 
-async function begin() {
+async function learnServer() {
+  server = await properties();
+  $("model").textContent = server.model;
+  $("key-row").hidden = !server.api_key;
+  $("max-tokens").placeholder = server.max_tokens ?? "";
+  const own = server.eviction.enabled ? [new Option(server.eviction.name.replace(/^preset /, ""), "")] : [];
+  const others = server.eviction.presets.filter((name) => !server.eviction.enabled || server.eviction.name !== `preset ${name}`);
+  $("preset").replaceChildren(...own, ...others.map((name) => new Option(name, name)));
+  if ([...$("preset").options].some((option) => option.value === settings.preset)) $("preset").value = settings.preset;
+  $("evict").checked = settings.evict ?? server.eviction.enabled;
+  settingsNote();
+  showButtons();
+}
+
+function begin() {
   const kept = settings = load("deeptutor.settings", {});
   useLanguage(kept.language ?? (navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en"));
   $("language").value = chosenLanguage();
@@ -250,21 +266,9 @@ async function begin() {
   showMessages();
   paint();
   toEnd();
-  try {
-    server = await properties();
-    $("model").textContent = server.model;
-    $("key-row").hidden = !server.api_key;
-    $("max-tokens").placeholder = server.max_tokens ?? "";
-    const own = server.eviction.enabled ? [new Option(server.eviction.name.replace(/^preset /, ""), "")] : [];
-    const others = server.eviction.presets.filter((name) => !server.eviction.enabled || server.eviction.name !== `preset ${name}`);
-    $("preset").replaceChildren(...own, ...others.map((name) => new Option(name, name)));
-    if ([...$("preset").options].some((option) => option.value === kept.preset)) $("preset").value = kept.preset;
-    $("evict").checked = kept.evict ?? server.eviction.enabled;
-  } catch {
-    status(say("noServer"));
-  }
   settingsNote();
   showButtons();
+  learnServer().catch(() => status(say("noServer")));
 }
 
 $("composer").addEventListener("submit", (event) => {
