@@ -256,6 +256,40 @@ def test_two_tabs(browser, server):
         browser.switch_to.window(tab)
 
 
+def test_copy(browser, server):
+    """Also where the browser has no clipboard for pages: at addresses without HTTPS but its own machine's."""
+    for secure in (True, False):
+        open_page(browser, server)
+        browser.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]})
+        ask(browser, "hello")
+        browser.execute_script("window.copied = ''; document.addEventListener('copy', () => { window.copied = getSelection() + ''; });")
+        if not secure:
+            browser.execute_script("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true });")
+        button = replies(browser)[-1].find_element(By.TAG_NAME, "button")
+        button.click()
+        wait(lambda: button.text == "Copied")
+        if secure:
+            copied = browser.execute_async_script("const done = arguments[0]; navigator.clipboard.readText().then(done, (e) => done('' + e));")
+        else:
+            copied = browser.execute_script("return window.copied;")
+        assert copied.split() == kept(browser)[-1].split()
+
+
+def test_without_room_beyond_the_tab(browser, server):
+    script = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": (
+        "const set = Storage.prototype.setItem; Storage.prototype.setItem = function (name, value) {"
+        "if (this === localStorage) throw new DOMException('full', 'QuotaExceededError'); set.call(this, name, value); };")})
+    try:
+        open_page(browser, server)
+        assert ask(browser, "hello") != ""
+        assert "until the tab is closed" in get(browser, "status").text
+        before = shown(browser)
+        open_page(browser, server, keep=True)
+        assert shown(browser) == before
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
 def test_without_a_place_to_keep_anything(browser, server):
     script = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": (
         "for (const name of ['localStorage', 'sessionStorage'])"
@@ -403,6 +437,8 @@ def test_markdown(browser, server):
         found = browser.execute_async_script(render, text)
         assert wanted is None or found == wanted, text
         assert "<script" not in found and "<img" not in found
+    for odd in ("a|b\n" + " " * 20000 + "-" + " " * 20000 + "x", "**a " * 9000, "`a ``b " * 9000, "[" * 30000):  # no time to wait for
+        assert odd.split()[-1] in browser.execute_async_script(render, odd).replace("<code>", "").replace("</code>", "")
     link = browser.execute_async_script(render, "[x](https://a.example/b_(c)?d=1)")
     assert 'href="https://a.example/b_(c)?d=1"' in link and 'rel="noopener noreferrer"' in link
 

@@ -10,19 +10,20 @@ function element(name, ...children) {
 // A model that repeats itself nests marks without end; below this depth they stay text.
 const deepest = 40;
 
-// Code first, since nothing inside it means anything; bold before italic.
+// Code first, since nothing inside it means anything; bold before italic. Bounds keep a mark that is never closed from being sought to
+// the end of a long line, again for each of thousands of them.
 const marks = [
-  [/(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)/, (m) => element("code", m[2].replace(/^ (.*) $/, "$1"))],
-  [/\*\*(?=\S)([\s\S]*?\S)\*\*/, (m, ...within) => element("strong", ...inline(m[1], ...within))],
-  [/(?<![\w*])\*(?=[^\s*])([^*\n]*?[^\s*])\*(?![\w*])/, (m, ...within) => element("em", ...inline(m[1], ...within))],
-  [/(?<!\w)_(?=[^\s_])([^_\n]*?[^\s_])_(?!\w)/, (m, ...within) => element("em", ...inline(m[1], ...within))],
-  [/~~(?=\S)([\s\S]*?\S)~~/, (m, ...within) => element("del", ...inline(m[1], ...within))],
+  [/(`+)([^`]|[^`][\s\S]{0,2000}?[^`])\1(?!`)/g, (m) => element("code", m[2].replace(/^ (.*) $/, "$1"))],
+  [/\*\*(?=\S)([\s\S]{0,2000}?\S)\*\*/g, (m, ...within) => element("strong", ...inline(m[1], ...within))],
+  [/(?<![\w*])\*(?=[^\s*])([^*\n]{0,2000}?[^\s*])\*(?![\w*])/g, (m, ...within) => element("em", ...inline(m[1], ...within))],
+  [/(?<!\w)_(?=[^\s_])([^_\n]{0,2000}?[^\s_])_(?!\w)/g, (m, ...within) => element("em", ...inline(m[1], ...within))],
+  [/~~(?=\S)([\s\S]{0,2000}?\S)~~/g, (m, ...within) => element("del", ...inline(m[1], ...within))],
 ];
 // The text of a link takes marks alone: of a link in a link, the inner one would be followed.
 const spans = [
   ...marks,
-  [/\[([^\]\n]+)\]\((https?:\/\/[^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)\)/, (m, depth) => link(m[2], inline(m[1], depth, marks))],
-  [/https?:\/\/[^\s<>()"'`\]]*[^\s<>()"'`\].,;:!?]/, (m) => link(m[0], [m[0]])],
+  [/\[([^\]\n]{1,500})\]\((https?:\/\/[^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)\)/g, (m, depth) => link(m[2], inline(m[1], depth, marks))],
+  [/https?:\/\/[^\s<>()"'`\]]*[^\s<>()"'`\].,;:!?]/g, (m) => link(m[0], [m[0]])],
 ];
 
 function link(address, children) {
@@ -34,19 +35,23 @@ function link(address, children) {
 }
 
 function inline(text, depth = 0, known = spans) {
-  const out = [];
-  while (text && depth < deepest) {
+  const out = [], next = []; // next: what each pattern finds from here on; null: nothing
+  let at = 0;
+  while (at < text.length && depth < deepest) {
     let first = null, make = null;
-    for (const [pattern, builder] of known) {
-      const found = pattern.exec(text);
-      if (found && (!first || found.index < first.index)) [first, make] = [found, builder];
-    }
+    known.forEach(([pattern, builder], i) => {
+      if (next[i] === undefined || next[i]?.index < at) {
+        pattern.lastIndex = at;
+        next[i] = pattern.exec(text);
+      }
+      if (next[i] && (!first || next[i].index < first.index)) [first, make] = [next[i], builder];
+    });
     if (!first) break;
-    if (first.index > 0) out.push(text.slice(0, first.index));
+    if (first.index > at) out.push(text.slice(at, first.index));
     out.push(make(first, depth + 1, known));
-    text = text.slice(first.index + first[0].length);
+    at = first.index + first[0].length;
   }
-  if (text) out.push(text);
+  if (at < text.length) out.push(text.slice(at));
   return out;
 }
 
@@ -64,7 +69,6 @@ const heading = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const bullet = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const rule = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const quote = /^ {0,3}> ?(.*)$/;
-const tableRule = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 
 function beginsBlock(line) {
   return fence.test(line) || heading.test(line) || bullet.test(line) || rule.test(line) || quote.test(line);
@@ -73,6 +77,8 @@ function beginsBlock(line) {
 function cells(line) {
   return line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim());
 }
+
+function isTableRule(line) { return cells(line).every((cell) => /^:?-+:?$/.test(cell)); }
 
 function table(lines) {
   const row = (line, name) => element("tr", ...cells(line).map((cell) => element(name, ...inline(cell))));
@@ -139,7 +145,7 @@ function blocks(lines, depth = 0, tight = false) {
       });
       out.push(list(lines.slice(i, to), depth + 1));
       i = to;
-    } else if (line.includes("|") && i + 1 < lines.length && tableRule.test(lines[i + 1]) && lines[i + 1].includes("-")) {
+    } else if (line.includes("|") && i + 1 < lines.length && isTableRule(lines[i + 1])) {
       to = takeWhile(lines, i, (l) => l.includes("|"));
       out.push(table(lines.slice(i, to)));
       i = to;

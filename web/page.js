@@ -41,9 +41,11 @@ function load(name, otherwise) {
   return found;
 }
 
+// What to tell the user where not all of that was possible; or null.
 function keep(name, value) {
-  write("localStorage", name, value);
-  return write("sessionStorage", name, value); // this one decides what a reload shows
+  const beyond = write("localStorage", name, value);
+  if (!write("sessionStorage", name, value)) return "unsaved"; // this one decides what a reload shows
+  return beyond ? null : "keptInTab";
 }
 
 // Until a reply has some text, the answer it is to replace stands.
@@ -53,7 +55,8 @@ function withReply() {
 }
 
 function keepMessages() {
-  if (!keep("deeptutor.messages", withReply())) status(say("unsaved"));
+  const lack = keep("deeptutor.messages", withReply());
+  if (lack) status(say(lack));
 }
 
 // What the user has chosen, by name. The rest is the server's, and may not be known yet, or not be on offer at the moment.
@@ -78,6 +81,19 @@ function toEnd() {
   else $("composer").scrollIntoView({ block: "end" });
 }
 
+async function copyText(text) {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(text);
+    return;
+  }
+  const area = document.createElement("textarea"); // from another machine without HTTPS there is the old way only
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}
+
 function messageView(message) {
   const item = document.createElement("li");
   item.className = `message ${message.role}`;
@@ -92,7 +108,7 @@ function messageView(message) {
     copy.type = "button";
     copy.textContent = say("copy");
     copy.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(message.content);
+      await copyText(message.content);
       copy.textContent = say("copied");
       setTimeout(() => { copy.textContent = say("copy"); }, 1500);
     });
