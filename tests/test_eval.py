@@ -34,7 +34,7 @@ def tiny(tmp_path_factory):
     return make(tmp_path_factory.mktemp("eval") / "tiny.gguf")
 
 
-def run(*args, timeout=300):
+def run(*args, timeout=1200):
     return subprocess.run([EVAL, *args, "-t", "1"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
 
 

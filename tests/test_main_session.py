@@ -186,7 +186,7 @@ def finish(process, signal_number):
 def test_interrupted_runs_are_saved(tmp_path, signal_number):
     session = tmp_path / "s.bin"
     # while reading: what was read is reused
-    process = start("-p", "word " * 6000, "-n", "5", "-b", "32", "--kernel", "reference", "--session", str(session))
+    process = start("-p", "word " * 6000, "-n", "5", "-b", "1", "--kernel", "reference", "--session", str(session))
     wait_until_it_reads(process, 1)
     _, log = finish(process, signal_number)
     read = int(re.search(rb"(\d+) tokens saved", log).group(1))
