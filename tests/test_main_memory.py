@@ -67,3 +67,13 @@ def test_a_process_with_little_memory():
     held = run_in(granted + slack + cache, *long, "--kv-memory", str(cache))
     assert held.returncode == 0, held.stderr
     assert_fails(run_in(granted + slack + cache, *long), 1, "memory")
+
+
+@needs_model
+def test_a_chat_goes_on_under_the_limit_it_was_saved_under(tmp_path):
+    """Also where a chunk beside what is there would pass the context: chunks are shorter there."""
+    flags = ("-cnv", "-n", "8", "--ignore-eos", "--temp", "0", "-c", "512", "--cache-eviction", "--max-cache-size", "128",
+             "--min-cache-size", "64", "--kv-memory", "15M", "--session", str(tmp_path / "s.bin"))
+    for message in (b"hi\n", b"word " * 700 + b"\n"):
+        result = run_model(*flags, stdin=message)
+        assert result.returncode == 0 and b"tokens saved" in result.stderr, result.stderr

@@ -319,13 +319,15 @@ static uint64_t excess_of(const dt_session *session, plan *p, const dt_kv_held *
     }
     const int32_t n_batch = p->params->n_batch;
     const int64_t chunk = held->to_come >= 0 ? DT_MIN(held->to_come, (int64_t)n_batch) : n_batch;
-    int64_t planned = 0, wanted = 0; /* of layers that share a budget */
+    const int64_t n_ctx = DT_MIN(session->max_tokens, session->params.n_ctx); /* past it chunks leave room for what is there */
+    int64_t planned = 0, wanted = 0;                                          /* of layers that share a budget */
     bool exceeds = false;
     for (int32_t i = 0, lane = 0; i < hp->n_layers; i++) {
         const int32_t n_more = DT_MAX(held->most_slots - p->budgets[i].memory_slots, 0); /* until the first round merges them */
         int64_t n = 0;
         for (int32_t j = 0; j < hp->n_kv_heads[i]; j++, lane++) {
-            lengths[lane] = (int32_t)DT_MIN(held->entries[lane] + chunk, (int64_t)session->max_tokens) + p->repeated;
+            const int64_t most = DT_MIN(held->entries[lane] + chunk, n_ctx + p->budgets[i].memory_slots);
+            lengths[lane] = (int32_t)DT_MAX(most, (int64_t)held->entries[lane]) + p->repeated;
             n += lengths[lane];
             if (held->has_bias) { /* the biases stay while lanes grow */
                 lengths[lane] = DT_MAX(lengths[lane], p->longest[i] + n_more);
