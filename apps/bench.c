@@ -55,6 +55,7 @@ typedef struct bench_row {
     bool eviction, synthetic;
     int64_t depth, n_tokens, n_sequences;
     double median, low, high; /* tokens per second */
+    size_t n_samples;         /* of which they are; a long prompt is read once, however often the rest is repeated */
     uint64_t kv_bytes, kv_bytes_full, step_bytes;
     double bound;                         /* tokens per second that reading step_bytes allows; 0 = not a decode row */
     double attention, evicting, sampling; /* shares of the time */
@@ -179,6 +180,7 @@ static void add_row(bench *b, const char *what, bool eviction, int64_t depth, sa
         .median = middle,
         .low = s->tps[0],
         .high = s->tps[s->n - 1],
+        .n_samples = s->n,
         .kv_bytes = stats->kv_bytes,
         .kv_bytes_full = stats->kv_bytes_full,
         .attention = s->attention_ms / s->total_ms,
@@ -509,16 +511,17 @@ static void print_markdown(const bench *b) {
         if (r->bound > 0) {
             snprintf(bound, sizeof bound, "%.0f %%", r->median / r->bound * 100);
         }
-        if (b->options->repeats > 1) {
+        if (r->n_samples > 1) {
             snprintf(spread, sizeof spread, "%.0f %%", (r->high - r->low) / r->median * 50);
         }
         printf("| %5lld | %-3s | %-*s | %7.*f | %4s | %6.1f | %2.0f %% | %3.*f %% | %5s |\n", (long long)r->depth,
                r->eviction ? "on" : "off", width, test, r->median < 1e5 ? 1 : 0, r->median, spread, (double)r->kv_bytes / 1048576.0,
                r->attention * 100, r->evicting < 0.0995 ? 1 : 0, r->evicting * 100, bound);
     }
-    printf("\nt/s: median, +- half of what lies between slowest and fastest; attn, evict:\n"
-           "shares of the time; bound: how much of the speed at which the machine reads\n"
-           "weights and cache; -o csv has more.\n");
+    printf("\nt/s: median, +- half of what lies between slowest and fastest, empty where it\n"
+           "was measured once, as the prompt up to a depth is; attn, evict: shares of the\n"
+           "time; bound: how much of the speed at which the machine reads weights and cache;\n"
+           "-o csv has more.\n");
 }
 
 static void print_csv(const bench *b) {

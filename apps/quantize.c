@@ -42,8 +42,12 @@ static void on_lost_input(int signal_number) {
 }
 
 static void show_progress(int64_t n_done, int64_t n_tensors, void *user) {
+    if (n_done == 0) {
+        fputs("\rquantizing: reading the model \033[K", stderr);
+        return;
+    }
     const double started = *(const double *)user, taken = dt_seconds_now() - started;
-    const double left = n_done > 0 ? taken * (double)(n_tensors - n_done) / (double)n_done : 0;
+    const double left = taken * (double)(n_tensors - n_done) / (double)n_done;
     fprintf(stderr, "\rquantizing: tensor %lld of %lld, %.0f s left \033[K", (long long)n_done, (long long)n_tensors, left);
 }
 

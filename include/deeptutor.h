@@ -150,7 +150,7 @@ typedef struct dt_quantize_params {
     const char *output;
     const char *type;  /* "Q4_K_M", any case; dt_quantize_type lists them */
     int32_t n_threads; /* <= 0: as many as there are processors; fewer are used where so many can't be started */
-    /* May be NULL. Called after each tensor. */
+    /* May be NULL. Called after each tensor, and before with n_done 0 while the input's numbers are checked. */
     void (*progress)(int64_t n_done, int64_t n_tensors, void *user);
     void *progress_user;
     /* May be NULL. 1 while OUTPUT.quantizing.part is this call's, so that a signal handler that ends the process may remove it; else 0:
@@ -161,8 +161,9 @@ typedef struct dt_quantize_params {
 /* The i-th type that dt_quantize knows, NULL past the last. */
 const char *dt_quantize_type(size_t i);
 /* Writes a quantized copy of a model. Tensors that are quantized already are copied as they are. One call at a time.
- * DT_ERR_ARGUMENT: no such type, an output that is the input or no regular file, or nothing left to quantize; DT_ERR_IO: a file
- * can't be read or written, or libllama failed; DT_ERR_FORMAT, DT_ERR_UNSUPPORTED: as dt_model_open. On failure `output` is what it was. */
+ * DT_ERR_ARGUMENT: no such type, an output that is the input or no regular file, nothing left to quantize, or numbers too large for
+ * the type; DT_ERR_IO: a file can't be read or written, or libllama failed; DT_ERR_FORMAT: as dt_model_open, or numbers that are
+ * infinite or none; DT_ERR_UNSUPPORTED: as dt_model_open. On failure `output` is what it was. */
 dt_status dt_quantize(const dt_quantize_params *params, dt_error *error);
 
 /* ---- text --------------------------------------------------------------------------------------- */
@@ -305,8 +306,9 @@ typedef struct dt_sync_result {
 } dt_sync_result;
 
 typedef struct dt_layer_stats {
-    const char *policy; /* "none" where the layer keeps everything */
-    int32_t max_cache_size, length;
+    const char *policy;     /* "none" where the layer keeps everything */
+    int32_t max_cache_size; /* 0: none of its own, it keeps everything or shares a budget with other layers */
+    int32_t length;         /* of the lane that has most */
     double mean_length;
     int32_t slots_used; /* memory slots, beside the length; of the lane that has most */
     double mean_slots;  /* over its lanes */
@@ -317,7 +319,7 @@ typedef struct dt_session_stats {
     int32_t n_tokens;
     int32_t n_ctx; /* the most tokens the conversation may have: about 2^31 where it may go on past the parameter of this name */
     int32_t n_threads, n_batch;
-    dt_kv_type kv_type; /* as the cache holds them: INT8 too where kv_memory left no room for F16 */
+    dt_kv_type kv_type;                              /* as the cache holds them: INT8 too where kv_memory left no room for F16 */
     uint64_t kv_bytes, kv_bytes_peak, kv_bytes_full; /* allocated now, at most, and what full caching would need now */
     uint64_t kv_step_bytes;                          /* keys and values that one decode step reads */
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */
@@ -460,7 +462,8 @@ typedef struct dt_generate_result {
 } dt_generate_result;
 
 /* Samples up to n_predict tokens (-1: until an end token) after what sync left. The last one sampled (an end token included) is not
- * computed: whoever goes on gives it to dt_session_sync together with what follows. on_token and result may be NULL; result counts
+ * computed: whoever goes on gives it to dt_session_sync together with what follows. The sampler is told of each token (dt_sampler_accept), but
+ * of no end token: it is told that where the text that goes on has it. on_token and result may be NULL; result counts
  * the tokens told, also on failure. DT_ERR_ARGUMENT: there are no logits yet, or the sampler is for another number of tokens; else as
  * sampling and dt_session_append. */
 dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,

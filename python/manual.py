@@ -30,7 +30,7 @@ one quits.""",
     "deeptutor-bench": dict(
         title="measure a model's speed by depth of the context",
         text="""For every depth, with eviction off and, with --cache-eviction, on: reading the whole prompt up to there, reading
-more on top of it, and decoding. Rows hold the median and the extremes of the repeats, the size of the KV cache, and the bound that
+more on top of it, and decoding. Rows hold the median of the repeats and how far apart they lie, the size of the KV cache, and the bound that
 the machine's memory sets to decoding.""",
         examples=[("", "deeptutor-bench -m model.gguf -d 0,4096,8192 --cache-eviction")], exits=USUAL_EXIT),
     "deeptutor-eval": dict(

@@ -8,6 +8,7 @@ arithmetic: two operations per weight and token, four per head, dimension and vi
 at best; the speed-up of decoding is a ratio of bytes and does not depend on the device at all.
 """
 import argparse
+import os
 import re
 import sys
 
@@ -122,10 +123,29 @@ def device(name):
     return name.lower()
 
 
+def calibration(path):
+    """What deeptutor-eval calibrate wrote for the model: beside the file, or beside what a link leads to. None: nothing."""
+    for place in (path, os.path.realpath(path)):
+        learned = re.sub(r"\.gguf$", "", place) + ".tlc.json"
+        if os.path.isfile(learned):
+            return learned
+    return None
+
+
 def budgets(model, args):
-    """Tokens that each layer keeps; None: all."""
+    """Tokens that each layer keeps: where calibration shares a preset's out, their average."""
     if args.max_cache_size:
         return [args.max_cache_size] * model.layers
+    kept = preset_budgets(model, args)
+    learned = calibration(args.model)
+    if learned is None:
+        return kept
+    average = sum(kept) // model.layers
+    print(f"plan.py: the preset's tokens are shared out by {learned}, {average} a layer on average", file=sys.stderr)
+    return [average] * model.layers
+
+
+def preset_budgets(model, args):
     shallow, deep = PRESETS[args.preset]
     n_shallow = model.layers // 2
     if args.preset == "docqa":

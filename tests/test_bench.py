@@ -82,6 +82,14 @@ def test_table_fits_a_terminal(model):
     assert all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout
 
 
+def test_no_spread_of_what_was_measured_once(model):
+    """A prompt up to a depth is read once, whatever -r says."""
+    result = bench("-m", model, "-d", "64", "-n", "4", "-p", "16", "-r", "3")
+    cells = {row.split("|")[3].strip(): row.split("|")[5].strip() for row in result.stdout.splitlines() if row.startswith("|    64")}
+    assert len(cells) == 3 and {test: spread == "" for test, spread in cells.items()} == {
+        test: test.startswith("prompt") for test in cells}, result.stdout
+
+
 @pytest.mark.parametrize("fill", ["prefill", "synthetic"])
 def test_parallel(model, fill):
     result = bench("-m", model, "-d", "64", "-n", "4", "-r", "2", "--parallel", "3", "--fill", fill, "--cache-eviction",

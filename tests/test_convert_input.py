@@ -172,6 +172,11 @@ def test_index_names_a_tensor_that_is_not_there(tokenizers, tmp_path, capsys):
     ({"rope_scaling": {"type": "ntk-by-hand", "factor": 2.0}}, ["'ntk-by-hand' is not supported", "yarn"]),
     ({"rope_scaling": {"type": "yarn"}}, ["no factor"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+    ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5", "from 0 to 1"]),
+    ({"partial_rotary_factor": float("nan")}, ["partial_rotary_factor is nan"]),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": float("nan")}}, ["embeddings nan"]),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": float("nan")}}, ["low_freq_factor nan"]),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": "4"}}, ["high_freq_factor '4'"]),
     ({"hidden_act": "relu"}, ["relu"]),
     ({"hidden_act": "\33[2J" + "x" * 100000}, ["activation \\x1b[2Jxx", "xx [...] xx", "is not supported"]),
     ({"rope_theta": 1e-320}, ["llama.rope.freq_base", "1e-320", "32 bits"]),
@@ -375,6 +380,34 @@ def test_unknown_split_rule(tokenizers, tmp_path, capsys):
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "\\w+|\\W+"}
     hf.write_json(made.folder / "tokenizer.json", tokenizer)
     assert "\\w+|\\W+" in refused(capsys, made.folder, tmp_path / "out.gguf")
+
+
+def test_bytes_that_are_said_to_fall_back(tokenizers, tmp_path):
+    """byte_fallback says nothing where bytes are split first; taken at its word, the model could read no text."""
+    made = make(tokenizers, tmp_path, name="qwen2")
+    expected = converted(made.folder, tmp_path / "a.gguf").read_bytes()
+    tokenizer = hf.read_json(made.folder / "tokenizer.json")
+    tokenizer["model"]["byte_fallback"] = True
+    hf.write_json(made.folder / "tokenizer.json", tokenizer)
+    assert converted(made.folder, tmp_path / "b.gguf").read_bytes() == expected
+
+
+@pytest.mark.parametrize("value,wanted", [(True, True), (1, True), (0, False), (None, None)])
+def test_prefix_space_as_a_number(tokenizers, tmp_path, value, wanted):
+    made = make(tokenizers, tmp_path, name="llama2")
+    settings = hf.read_json(made.folder / "tokenizer_config.json")
+    hf.write_json(made.folder / "tokenizer_config.json", {**settings, "add_prefix_space": value})
+    path = converted(made.folder, tmp_path / "out.gguf")
+    assert read_fields(path)[0].get("tokenizer.ggml.add_space_prefix") is wanted
+    assert llama_tokens(path, "ab")
+
+
+def test_a_zero_byte_in_a_token(tokenizers, tmp_path, capsys):
+    made = make(tokenizers, tmp_path, name="llama2")
+    settings = hf.read_json(made.folder / "tokenizer_config.json")
+    settings["added_tokens_decoder"] = {"360": hf.token(360, "a\0b", False)}
+    hf.write_json(made.folder / "tokenizer_config.json", settings)
+    assert "token 360, 'a\\x00b', has a zero byte" in refused(capsys, made.folder, tmp_path / "out.gguf")
 
 
 def test_damaged_ranks(tokenizers, tmp_path, capsys):

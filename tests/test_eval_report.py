@@ -345,6 +345,21 @@ def test_python_without_packages(tmp_path, script):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("low,high", [(0, 1), (0.9, 1), (0.98, 1.0), (0.125, 0.131), (0.9999, 1.0)])
+def test_percents_of_an_axis_differ(low, high):
+    pytest.importorskip("matplotlib")
+    from eval import plots
+
+    figure, axis = plots.plt.subplots()
+    axis.set_ylim(low, high)
+    axis.yaxis.set_major_formatter(plots.Percent())
+    figure.canvas.draw()
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    plots.plt.close(figure)
+    assert len(set(labels)) == len(labels) and all(label.endswith(" %") for label in labels)
+    assert ("." in labels[0]) == (high - low < 0.05), labels
+
+
 def test_metrics():
     from eval.metrics import METRICS
 

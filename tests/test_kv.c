@@ -49,9 +49,9 @@ static void set_up_params(void) {
     params[0].n_lanes = 3;
     params[1].n_lanes = 2;
     params[2].n_lanes = 1;
-    params[0].budget = (dt_budget){&dt_policy_importance_score, 20, 8, 2, 4, NULL, 0, NULL, 0};
+    params[0].budget = (dt_budget){&dt_policy_importance_score, 20, 8, 2, 4, NULL, 0, NULL, 0, false};
     params[1].budget = (dt_budget){0};
-    params[2].budget = (dt_budget){&dt_policy_local_window, 30, 8, 2, 4, NULL, 0, NULL, 0};
+    params[2].budget = (dt_budget){&dt_policy_local_window, 30, 8, 2, 4, NULL, 0, NULL, 0, false};
 }
 
 static void require(dt_status status, const dt_error *error) {

@@ -148,7 +148,7 @@ def test_a_full_context_is_never_cut_silently(model, tmp_path):
             assert_fails(run(*options, "--cache-eviction", "--memory-slots", "0"), 1, "a max_cache_size of at most 32 lets")  # a preset's min is 512
             assert_fails(run(*options, "--cache-eviction", "--max-cache-size", str(works + 1)), 1, f"at most {works} ")
             longer = run(*options, "--cache-eviction", "--max-cache-size", "32", "--memory-slots", "0")  # leaves room for a chunk
-            assert longer.returncode == 0 and b"too many for the context of 64 at once" in longer.stderr
+            assert longer.returncode == 0 and f"{lengths[n]} tokens are too many for the context of 64 at once" in longer.stderr.decode()
             assert f"of {lengths[n]} tokens" in longer.stderr.decode()  # let go, by the layers
     assert max(lengths.values()) > 64 >= min(lengths.values())
     text = "ab " * 1500  # a multiple of the trained context of 1,024
@@ -200,6 +200,16 @@ def test_sizes_of_lanes_within_a_shared_budget(model, tmp_path):
                                   "layers": {"0-": {"policy": "importance_score", "lanes": [20, 30]}}}))
     log, stats = stats_of(model, tmp_path, "-p", "abc " * 90, "-n", "4", "-c", "200", "--cache-eviction", "--eviction-config", str(config))
     assert b"max 20-30" in log.stderr and [layer["max_cache_size"] for layer in stats["layers"]] == [30, 30]
+
+
+def test_what_the_context_bounds_is_no_setting(model, tmp_path):
+    """A lane without a size of its own that shares a budget leaves the context some room, which nobody asked it for."""
+    config = tmp_path / "shared.json"
+    config.write_text(json.dumps({"budget": "adaptive", "total_cache_size": 80, "layers": {
+        "0": {"policy": "importance_score", "max_cache_size": 60}, "1": {"policy": "importance_score", "max_cache_size": 2147483647}}}))
+    log, stats = stats_of(model, tmp_path, "-p", "abc " * 90, "-n", "4", "-c", "400", "--cache-eviction", "--eviction-config", str(config))
+    assert b"max any" in log.stderr and [layer["max_cache_size"] for layer in stats["layers"]] == [60, 0]
+    assert stats["eviction"]["rounds"] > 0
 
 
 def test_characters_beyond_unicode(model):

@@ -347,6 +347,17 @@ def test_a_chat_stays_a_chat(tmp_path):
 
 
 @needs_model
+def test_penalties_of_a_chat_that_was_saved(tmp_path):
+    """The end of a reply stands in the chat once: counted also when it was sampled, the one reply would differ."""
+    flags = ("-cnv", "-n", "30", "--temp", "0", "--repeat-penalty", "1.3", "-c", "1024")
+    first, rest = b"Bye\n", b"Count to 3.\nHi\n"
+    whole = run_model(*flags, stdin=first + rest).stdout
+    session = ("--session", str(tmp_path / "s.bin"))
+    parts = [run_model(*flags, *session, stdin=lines).stdout for lines in (first, rest)]
+    assert b"".join(parts).split() == whole.split() and len(whole.split()) > 30
+
+
+@needs_model
 def test_a_text_becomes_no_chat(tmp_path):
     session = tmp_path / "s.bin"
     flags = ("-n", "4", "--temp", "0", "--session", str(session))

@@ -70,6 +70,23 @@ def test_no_speed_of_a_run_that_there_is_not(model):
 
 
 @pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")
+def test_calibrated_budgets_are_shared(model, tmp_path):
+    """As main has it, also for a link to a model elsewhere; --max-cache-size is for every layer all the same."""
+    shutil.copy(model, tmp_path / "calibrated.gguf")
+    (tmp_path / "calibrated.tlc.json").write_text("{}")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "link.gguf").symlink_to(tmp_path / "calibrated.gguf")
+    flags = ["--context", 32768, "--bandwidth", 10]
+    plain = plan("-m", model, *flags, "--preset", "chat")  # 2048 tokens in two layers, 4096 in two
+    for path in (tmp_path / "calibrated.gguf", tmp_path / "links" / "link.gguf"):
+        result = plan("-m", path, *flags, "--preset", "chat")
+        assert f"shared out by {tmp_path / 'calibrated.tlc.json'}, 3072 a layer on average" in result.stderr
+        assert result.stdout == plain.stdout
+        result = plan("-m", path, *flags, "--max-cache-size", 512)
+        assert result.stderr == "" and result.stdout == plan("-m", model, *flags, "--max-cache-size", 512).stdout
+
+
+@pytest.mark.skipif("DT_MAKE_MODEL" not in os.environ, reason="DT_MAKE_MODEL names no program")
 def test_all_parts_are_counted(model, tmp_path):
     flags = ["--context", 200, "--bandwidth", 10, "--tflops", 1, "--max-cache-size", 64]
     first, second, third, fourth = (model.replace(".gguf", f"-0000{i}-of-00004.gguf") for i in range(1, 5))

@@ -128,6 +128,22 @@ def test_files_that_are_no_model(wide, tmp_path):
     assert quantize(wide[1], tmp_path / "no" / "folder.gguf", "Q4_0").returncode == 1
 
 
+@pytest.mark.parametrize("value,name,words", [
+    (float("nan"), "Q4_0", "holds nan"), (float("inf"), "F32", "holds inf"), (float("-inf"), "Q8_0", "holds -inf"),
+    (7e4, "F16", "holds 70000, and F16 ends at 65504; BF16 and F32 hold it"), (-1e9, "Q4_K_M", "holds -1e+09, and Q4_K_M"),
+    (7e4, "BF16", None), (7e4, "F32", None), (65504.0, "Q4_0", None)])
+def test_numbers_that_no_type_keeps(wide, tmp_path, value, name, words):
+    """ggml would print a line of its own and libllama a sentence without a next step."""
+    source, out = converted(wide[0].folder, tmp_path / "in.gguf", "--outtype", "f32"), tmp_path / "out.gguf"
+    with open(source, "r+b") as file:  # the converter would refuse it too
+        file.seek(read_fields(source)[1]["blk.0.ffn_up.weight"].data_offset + 4 * 100_000)
+        file.write(np.float32(value).tobytes())
+    result = quantize(source, out, name)
+    assert (result.returncode == 0) == (words is None) == out.exists(), result.stderr
+    if words is not None:
+        assert result.stderr.startswith(f"error: {source}: tensor 'blk.0.ffn_up.weight' {words}") and result.stderr.count("\n") == 1
+
+
 def test_no_space(wide, tmp_path):
     """A limit on the size of files; tests/test_faults.py has a full disk. Each is told as what it is."""
     import resource

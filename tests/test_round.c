@@ -88,9 +88,9 @@ static void require_kept(const dt_kv *kv, const dt_budget *budgets, int32_t n_la
 
 static void test_rounds_hold_budgets_and_pins(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0},
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0, false},
                                  {0},
-                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 3, 3);
     int32_t next = 0;
     int64_t evicted = 0, expected = 0;
@@ -120,7 +120,7 @@ static void test_rounds_hold_budgets_and_pins(void **state) {
 
 static void test_local_window_is_sinks_and_the_newest(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0, positions[64];
     add(kv, 1, 2, &next, 100);
@@ -143,7 +143,7 @@ static void test_local_window_is_sinks_and_the_newest(void **state) {
 /* Lanes choose for themselves. */
 static void test_lanes_differ(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 48, 8, 4, 8, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 48, 8, 4, 8, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0, a[64], b[64];
     add(kv, 1, 2, &next, 100);
@@ -164,7 +164,7 @@ static void test_lanes_differ(void **state) {
 /* Lanes of one layer may differ in length: those that are not over their budget are left alone. */
 static void test_lanes_within_budget_are_left_alone(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 48, 8, 4, 8, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 3);
     int32_t next = 0;
     add(kv, 1, 3, &next, 50);
@@ -187,7 +187,7 @@ static void test_lanes_within_budget_are_left_alone(void **state) {
 }
 
 static void run_tight(int32_t max, int32_t min, const dt_policy *policy) {
-    const dt_budget budgets[] = {{policy, max, min, 4, 128, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{policy, max, min, 4, 128, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     dt_round_result result;
@@ -213,7 +213,7 @@ static void test_tight_budgets_get_on(void **state) {
 /* A budget that pins alone exceed is refused by the settings; storage must bear it all the same, and not report rounds. */
 static void test_nothing_to_evict(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 100, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 100, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     add(kv, 1, 1, &next, 60);
@@ -228,7 +228,7 @@ static void test_nothing_to_evict(void **state) {
 
 static void test_uncommitted_tokens_forbid_a_round(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 4, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 20, 8, 4, 4, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     add(kv, 1, 1, &next, 30);
@@ -242,8 +242,8 @@ static void test_uncommitted_tokens_forbid_a_round(void **state) {
 
 static void test_settled_rounds_allocate_nothing(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0},
-                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0, false},
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 2, 2);
     int32_t next = 0, n_rounds = 0;
     size_t settled_bytes = 0;
@@ -266,7 +266,7 @@ static void test_settled_rounds_allocate_nothing(void **state) {
 /* After prefill of any length a lane never holds more than budget + one chunk. */
 static void test_streaming_memory_is_bounded(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 64, 16, 4, 16, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 64, 16, 4, 16, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 2);
     int32_t next = 0;
     while (next < 3000) {
@@ -284,8 +284,8 @@ static void test_streaming_memory_is_bounded(void **state) {
 
 static void test_a_failed_round_leaves_a_whole_cache(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0},
-                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0, false},
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 2, 2), *fork = NULL;
     int32_t next = 0;
     add(kv, 2, 2, &next, 200);
@@ -314,7 +314,7 @@ static void test_a_failed_round_leaves_a_whole_cache(void **state) {
 
 static void test_a_round_beyond_the_limit_names_it(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 1);
     int32_t next = 0;
     add(kv, 1, 1, &next, 200);
@@ -381,10 +381,10 @@ static void require_equal_lanes(const dt_kv *a, const dt_kv *b, int32_t layer, i
 static void test_threads_change_nothing(void **state) {
     (void)state;
     for (int32_t total = 0; total <= 150; total += 150) {
-        const dt_budget budgets[] = {{&dt_policy_importance_score, 60, 10, 3, 8, NULL, 0, NULL, 0},
+        const dt_budget budgets[] = {{&dt_policy_importance_score, 60, 10, 3, 8, NULL, 0, NULL, 0, false},
                                      {0},
-                                     {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0},
-                                     {&dt_policy_importance_score, 50, 10, 3, 8, NULL, 5, NULL, 0}};
+                                     {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0, false},
+                                     {&dt_policy_importance_score, 50, 10, 3, 8, NULL, 5, NULL, 0, false}};
         int n_runs = 0;
         const dt_workers workers = {.run = run_workers, .pool = &n_runs, .n_most = N_WORKERS};
         dt_error error;
@@ -432,8 +432,8 @@ static int64_t all_tokens(const dt_kv *kv, int32_t n_layers, int32_t n_lanes) {
 /* Whichever thread meets it, it is told, every lane is whole, and the next round goes on. */
 static void test_a_failed_round_on_threads(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 4, NULL, 0},
-                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_importance_score, 40, 10, 3, 8, NULL, 4, NULL, 0, false},
+                                 {&dt_policy_local_window, 64, 20, 4, 16, NULL, 0, NULL, 0, false}};
     int n_runs = 0;
     const dt_workers workers = {.run = run_workers, .pool = &n_runs, .n_most = N_WORKERS};
     dt_kv *kv = new_cache(budgets, 2, 4), *fork = NULL;
@@ -477,7 +477,7 @@ static int32_t lane_length(const dt_kv *kv, int32_t layer, int32_t lane) {
 static void test_lanes_have_their_own_sizes(void **state) {
     (void)state;
     const int32_t sizes[] = {24, 200, 64};
-    const dt_budget budgets[] = {{&dt_policy_local_window, 200, 10, 3, 8, sizes, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_local_window, 200, 10, 3, 8, sizes, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 1, 3), *fork = NULL;
     dt_error error;
     int32_t next = 0;
@@ -524,9 +524,9 @@ static void set_peaks(dt_kv *kv, int32_t n_layers, int32_t n_lanes) {
 
 static void test_a_shared_budget_follows_the_scores(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 12, 3, 8, NULL, 0, NULL, 0},
+    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 12, 3, 8, NULL, 0, NULL, 0, false},
                                  {0},
-                                 {&dt_policy_reconstruct, 150, 12, 3, 8, NULL, 0, NULL, 0}};
+                                 {&dt_policy_reconstruct, 150, 12, 3, 8, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 3, 3);
     dt_error error;
     int32_t next = 0;
@@ -560,8 +560,8 @@ static void test_a_shared_budget_follows_the_scores(void **state) {
 /* Equal scores, as of a session that was loaded without them: the budget is filled all the same, with the newest. */
 static void test_a_shared_budget_of_equal_scores(void **state) {
     (void)state;
-    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0, NULL, 0},
-                                 {&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0, NULL, 0}};
+    const dt_budget budgets[] = {{&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0, NULL, 0, false},
+                                 {&dt_policy_reconstruct, INT32_MAX, 0, 3, 8, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(budgets, 2, 3);
     dt_error error;
     int32_t next = 0;
@@ -580,9 +580,9 @@ static void test_a_shared_budget_of_equal_scores(void **state) {
 
 static void test_budgets_need_what_was_collected(void **state) {
     (void)state;
-    const dt_budget window[] = {{&dt_policy_local_window, 64, 10, 3, 8, NULL, 0, NULL, 0}};
-    const dt_budget scored[] = {{&dt_policy_importance_score, 64, 10, 3, 8, NULL, 0, NULL, 0}},
-                    peaks[] = {{&dt_policy_reconstruct, 64, 10, 3, 8, NULL, 0, NULL, 0}};
+    const dt_budget window[] = {{&dt_policy_local_window, 64, 10, 3, 8, NULL, 0, NULL, 0, false}};
+    const dt_budget scored[] = {{&dt_policy_importance_score, 64, 10, 3, 8, NULL, 0, NULL, 0, false}},
+                    peaks[] = {{&dt_policy_reconstruct, 64, 10, 3, 8, NULL, 0, NULL, 0, false}};
     dt_kv *kv = new_cache(window, 1, 2);
     dt_error error;
     int32_t next = 0;

@@ -8,7 +8,7 @@ than a guess: a wrong one gives other ids without a sign of it.
 from .checkpoint import load_json
 from .errors import ConvertError
 from .sentencepiece_vocabulary import read_tokenizer_json as read_byte_fallback
-from .vocabulary import NORMAL, TokenTable, Vocabulary, put_added
+from .vocabulary import NORMAL, TokenTable, Vocabulary, adds_prefix_space, put_added
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,7 +33,8 @@ def read_tokenizer_json(family, path, folder):
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict) or model.get("type", "BPE") != "BPE":
         raise ConvertError(f"{path} is no BPE tokenizer, which is the only kind supported")
-    if model.get("byte_fallback"):
+    # where bytes are split first, no character is left to fall back from, and the vocabulary is spelled in the bytes' own characters
+    if model.get("byte_fallback") and not any(step.startswith("bytes") for step in _steps(tokenizer.get("pre_tokenizer"))):
         return read_byte_fallback(path, tokenizer, folder)
     table = TokenTable()
     for text, token in model["vocab"].items():
@@ -115,6 +116,6 @@ def _fix_specials(family, vocabulary, folder):
             vocabulary.add_bos = False
     elif family.architecture == "llama":
         settings = folder / "tokenizer_config.json"
-        vocabulary.add_space_prefix = load_json(settings).get("add_prefix_space") if settings.is_file() else None
+        vocabulary.add_space_prefix = adds_prefix_space(load_json(settings)) if settings.is_file() else None
         if len(vocabulary.tokens) == 49152:
             vocabulary.add_bos = False  # the vocabulary of SmolLM and Granite, whose first token is no start token

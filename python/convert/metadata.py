@@ -108,6 +108,8 @@ def _read_common(family, config):
         head_dim=head_dim, epsilon=float(config.get("rms_norm_eps", default=1e-6)), vocab=config.get("vocab_size"), rope=rope,
         rope_base=base, rotated=None, local_rope_base=local_base)
     partial = float(config.get("partial_rotary_factor", default=rope.get("partial_rotary_factor", 0)))
+    if not 0 <= partial <= 1:
+        raise ConvertError(f"config.json: partial_rotary_factor is {partial}, but must be from 0 to 1")
     if family.architecture == "glm4":
         hyper.rotated = int(head_dim * (partial or 0.5))
     elif partial not in (0, 1):
@@ -209,6 +211,11 @@ def _read_rope(config):
     return rope, base, None if local_base is None else float(local_base)
 
 
+# What each scaling computes with besides its factor.
+_NUMBERS = {"default": (), "linear": (), "dynamic": (), "yarn": ("original_max_position_embeddings",),
+            "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")}
+
+
 def _check_rope(family, hyper):
     rope, kind = hyper.rope, hyper.rope.get("rope_type", "default")
     known = ["default", "linear", "yarn", "dynamic"] + (["llama3"] if family.scales_rope_by_table else [])
@@ -221,6 +228,11 @@ def _check_rope(family, hyper):
     if kind in ("linear", "yarn", "llama3") and not (isinstance(rope.get("factor"), (int, float))
                                                     and _fits_f32(rope["factor"])):
         raise ConvertError(f"config.json: the rope scaling {kind!r} has no factor above zero that 32 bits can hold")
+    for word in _NUMBERS[kind]:
+        value = rope.get(word)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not _fits_f32(value)):
+            raise ConvertError(f"config.json: the rope scaling {kind!r} has {word} {value!r}, but it must be a number above zero that 32 "
+                               "bits can hold")
     for word, usual in (("beta_fast", 32), ("beta_slow", 1)):
         if kind == "yarn" and rope.get(word) not in (None, usual):
             warn(f"the rope scaling has {word} {rope[word]}; it is written, but llama.cpp computes with {usual} all the same")

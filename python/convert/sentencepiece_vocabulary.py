@@ -9,7 +9,7 @@ import re
 
 from .checkpoint import load_json
 from .errors import ConvertError, warn
-from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, TokenTable, Vocabulary, put_added
+from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, TokenTable, Vocabulary, adds_prefix_space, put_added
 
 ADDED_SCORE = -1000.0
 CHATGLM_MARKS = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"]
@@ -54,7 +54,7 @@ def read_model(path, folder, family):
             if entry["id"] not in table.tokens:
                 put_added(table, entry["id"], entry["content"], entry.get("special"), ADDED_SCORE)
     tokens, types, scores = table.lists()
-    prefix = False if family.architecture == "gemma3" else settings.get("add_prefix_space")
+    prefix = False if family.architecture == "gemma3" else adds_prefix_space(settings)
     return Vocabulary("llama", "default", tokens, types, scores, add_space_prefix=prefix)
 
 

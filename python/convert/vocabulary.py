@@ -53,6 +53,9 @@ class TokenTable:
     def put(self, token, text, kind, score=0.0):
         if type(token) is not int or not 0 <= token < 1 << 24 or not isinstance(text, str):
             raise ConvertError(f"the tokenizer has a token {text!r} of id {token!r}; its files are damaged")
+        if "\0" in text:
+            raise ConvertError(f"the tokenizer's token {token}, {text!r}, has a zero byte, which no GGUF file can hold; if it was added, "
+                               "take it out of the tokenizer's files")
         self.tokens[token], self.types[token], self.scores[token] = text, kind, score
 
     def lists(self):
@@ -60,6 +63,12 @@ class TokenTable:
         ids = range(max(self.tokens, default=-1) + 1)
         return ([self.tokens.get(i, f"[PAD{i}]") for i in ids], [self.types.get(i, UNUSED) for i in ids],
                 [self.scores.get(i, -10000.0) for i in ids])
+
+
+def adds_prefix_space(settings):
+    """As Python reads tokenizer_config.json, where a 1 is as true as true; None where it says nothing. GGUF has only true and false."""
+    value = settings.get("add_prefix_space")
+    return None if value is None else bool(value)
 
 
 def looks_special(text):

@@ -13,8 +13,20 @@ from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter  # noqa:
 INK, GRID = "#1a2b3c", "#bac9d8"
 COLORS = ["#3d85d1", "#e07b22", "#2aa37a", "#c0569f", "#8a7be0", "#b09020", "#d9534f", "#3aa6b9"]
 MARKERS = "osD^vPX*"
-PERCENT = PercentFormatter(1, decimals=0, symbol=" %")
 WIDTH, HEIGHT = 4.2, 2.9
+
+
+
+class Percent(PercentFormatter):
+    """Shares as percents with as many decimals as the ticks need: rounded ones would repeat where an axis is short."""
+
+    def __init__(self):
+        super().__init__(1, decimals=0, symbol=" %")
+
+    def format_ticks(self, values):
+        self.decimals = next((n for n in range(4) if all(abs(round(100 * v, n) - 100 * v) < 1e-6 for v in values)), 4)
+        return super().format_ticks(values)
+
 
 plt.rcParams.update({
     "font.size": 10, "axes.labelsize": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "legend.fontsize": 9.5,
@@ -75,7 +87,7 @@ def against_kept(series, label, log=False, share=False, reference=None):
     elif not share:
         axis.set_ylim(bottom=min(0, *(value for points in series.values() for _, value, _ in points)))
     if share:
-        axis.yaxis.set_major_formatter(PERCENT)
+        axis.yaxis.set_major_formatter(Percent())
     axis.set_xlabel("tokens kept, of the context")
     axis.set_ylabel(label)
     _legend(figure, axis)
@@ -90,7 +102,7 @@ def by_layer(series, label):
         axis.plot(*zip(*points), label=_plain(name), **{**_style(i), "markersize": 3.5})
     axis.set_ylim(top=1.0)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.yaxis.set_major_formatter(PERCENT)
+    axis.yaxis.set_major_formatter(Percent())
     axis.set_xlabel("layer")
     axis.set_ylabel(label)
     _legend(figure, axis)
@@ -121,7 +133,7 @@ def layer_map(rows, context, label, log=False):
     if log:
         bar.ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.2g} %")
     else:
-        bar.ax.yaxis.set_major_formatter(PERCENT)
+        bar.ax.yaxis.set_major_formatter(Percent())
     return figure
 
 
@@ -139,7 +151,7 @@ def lane_map(rows):
     bar = figure.colorbar(image, ax=axis, pad=0.02, fraction=0.05)
     bar.outline.set_visible(False)
     bar.set_label("kept", fontsize=9.5)
-    bar.ax.yaxis.set_major_formatter(PERCENT)
+    bar.ax.yaxis.set_major_formatter(Percent())
     return figure
 
 
@@ -151,7 +163,7 @@ def sorted_scores(series, label):
         axis.step(share, [min(scores), *sorted(scores)], where="pre", label=_plain(name), color=_style(i)["color"])
     axis.set_ylim(-0.02, 1.02)
     axis.set_xlim(0, 1)
-    axis.xaxis.set_major_formatter(PERCENT)
+    axis.xaxis.set_major_formatter(Percent())
     axis.set_xlabel("samples, from the least alike")
     axis.set_ylabel(label)
     _legend(figure, axis)
@@ -172,7 +184,7 @@ def grouped_bars(groups, label):
     axis.invert_yaxis()
     axis.set_xlim(left=0)
     axis.grid(axis="y", visible=False)
-    axis.xaxis.set_major_formatter(PERCENT)
+    axis.xaxis.set_major_formatter(Percent())
     axis.set_xlabel(label)
     _legend(figure, axis)
     return figure

@@ -29,17 +29,21 @@ typedef struct generation {
 /* Samples a token and reports it. */
 static dt_status take(generation *g, const float *logits) {
     dt_status status = dt_sampler_sample(g->sampler, logits, &g->token, NULL, g->error);
-    if (status == DT_OK) {
-        status = dt_sampler_accept(g->sampler, g->token, true, g->error);
+    if (status != DT_OK) {
+        return status;
     }
+    /* An end token is no part of the conversation. Where a chat's template writes one, whoever reads that tells the sampler: twice, and
+     * penalties would differ from those of a conversation that was saved and loaded. */
+    if (dt_token_is_end(dt_session_model(g->session), g->token)) {
+        g->done = true;
+        g->result->why = DT_STOP_END;
+        return DT_OK;
+    }
+    status = dt_sampler_accept(g->sampler, g->token, true, g->error);
     if (status != DT_OK) {
         return status;
     }
     g->done = true;
-    if (dt_token_is_end(dt_session_model(g->session), g->token)) {
-        g->result->why = DT_STOP_END;
-        return DT_OK;
-    }
     g->result->n_tokens++;
     bool goes_on = true;
     if (g->on_token) {

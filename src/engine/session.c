@@ -166,6 +166,7 @@ static void bound_lanes(const dt_session *s, dt_budget *budgets, int32_t total) 
         if (b->policy != NULL && b->max_cache_size == INT32_MAX &&
             max > DT_MAX(b->sink_tokens + b->recent_window, b->min_cache_size)) {
             b->max_cache_size = max;
+            b->context_bounds = true;
         }
     }
 }
@@ -765,7 +766,7 @@ dt_status dt_session_begin_reading(dt_session *s, int64_t n, dt_error *error) {
     const dt_status status = s->streams ? DT_OK : dt_session_close_up(s, n, error);
     if (status == DT_OK && !s->streams && s->headroom > 0 && dt_session_next_position(s) + n > s->params.n_ctx) {
         dt_log(DT_LOG_INFO, "%lld tokens are too many for the context of %d at once; they are read as with --prefill streaming",
-               (long long)n, s->params.n_ctx);
+               (long long)(dt_session_next_position(s) + n), s->params.n_ctx);
         s->streams = true;
     }
     return status;

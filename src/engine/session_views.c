@@ -64,8 +64,10 @@ dt_status dt_session_get_layer_stats(const dt_session *session, int32_t layer, d
         return status;
     }
     const dt_kv_layer_params *params = dt_kv_layer(session->kv, layer);
-    *out = (dt_layer_stats){.policy = params->budget.policy ? params->budget.policy->name : "none",
-                            .max_cache_size = params->budget.max_cache_size};
+    const dt_budget *budget = &params->budget;
+    const bool has_own = budget->policy != NULL && budget->max_cache_size < INT32_MAX && !budget->context_bounds;
+    *out = (dt_layer_stats){.policy = budget->policy != NULL ? budget->policy->name : "none",
+                            .max_cache_size = has_own ? budget->max_cache_size : 0};
     int64_t n_tokens = 0, n_slots = 0;
     for (int32_t lane = 0; lane < params->n_lanes; lane++) {
         dt_kv_lane_view view;

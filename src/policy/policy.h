@@ -26,6 +26,7 @@ typedef struct dt_budget {
     const float
         *weights; /* [lanes of the layer][n_weights] of a policy that needs_weights, else NULL; whoever gave them keeps them */
     int32_t n_weights;
+    bool context_bounds; /* max_cache_size is what the context leaves a lane that shares a budget: nobody asked for it */
 } dt_budget;
 
 /* The budget of one lane: its own maximum and weights in place of the layer's. */

@@ -13,6 +13,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,7 +35,8 @@ static const struct {
     {"IQ4_XS", LLAMA_FTYPE_MOSTLY_IQ4_XS}, {"F16", LLAMA_FTYPE_MOSTLY_F16},       {"BF16", LLAMA_FTYPE_MOSTLY_BF16},
     {"F32", LLAMA_FTYPE_ALL_F32},
 };
-#define MAX_BUFFER ((size_t)512 << 20) /* libllama's 8 GiB are more than small machines have */
+#define MAX_BUFFER ((size_t)512 << 20)  /* libllama's 8 GiB are more than small machines have */
+#define CHECKED_AT_ONCE ((size_t)65536) /* numbers; whole blocks of every type */
 #define N_TYPES (sizeof types / sizeof types[0])
 
 const char *dt_quantize_type(size_t i) { return i < N_TYPES ? types[i].name : NULL; }
@@ -116,6 +118,12 @@ static bool ends_in(const char *name, const char *end) {
     return n >= n_end && strcmp(name + n - n_end, end) == 0;
 }
 
+/* Whether libllama quantizes a tensor that isn't yet; of the kinds it leaves alone, those that the families here have. */
+static bool is_quantizable(const dt_gguf_tensor *t) {
+    return !ggml_is_quantized(t->type) && t->ne[1] > 1 && ends_in(t->name, ".weight") && !ends_in(t->name, "_norm.weight") &&
+           !ends_in(t->name, "ffn_gate_inp.weight");
+}
+
 /* Refuses a model of whose matrices none is left to quantize: its copy would be the same weights under another type's name. */
 static dt_status check_rest(const dt_gguf *gguf, dt_error *error) {
     uint64_t bytes[GGML_TYPE_COUNT] = {0};
@@ -125,8 +133,7 @@ static dt_status check_rest(const dt_gguf *gguf, dt_error *error) {
         if (ggml_is_quantized(t->type)) {
             bytes[t->type] += (uint64_t)t->bytes;
             most = bytes[t->type] > bytes[most] ? t->type : most;
-        } else if (t->ne[1] > 1 && ends_in(t->name, ".weight") && !ends_in(t->name, "_norm.weight") &&
-                   !ends_in(t->name, "ffn_gate_inp.weight")) { /* libllama never quantizes the last two */
+        } else if (is_quantizable(t)) {
             return DT_OK;
         }
     }
@@ -136,6 +143,76 @@ static dt_status check_rest(const dt_gguf *gguf, dt_error *error) {
     return dt_fail(error, DT_ERR_ARGUMENT,
                    "%s is quantized already (%s), and what that lost would not come back; give the model in F16, BF16 or F32",
                    dt_gguf_path(gguf), ggml_type_name(most));
+}
+
+/* Reads `n` numbers of a tensor from the `from`-th on, whole blocks of its type, by way of `bytes`. */
+static dt_status read_numbers(const dt_gguf *gguf, const dt_gguf_tensor *t, FILE *file, uint64_t from, size_t n, void *bytes,
+                              float *out, dt_error *error) {
+    const size_t per_block = (size_t)ggml_blck_size(t->type), n_bytes = n / per_block * ggml_type_size(t->type);
+    const uint64_t at = t->offset + from / per_block * ggml_type_size(t->type);
+    void *to = t->type == GGML_TYPE_F32 ? out : bytes;
+    errno = 0;
+    if (fseeko(file, (off_t)at, SEEK_SET) != 0 || fread(to, 1, n_bytes, file) != n_bytes) {
+        return dt_fail(error, DT_ERR_IO, "cannot read tensor '%s' of %s: %s", t->name, gguf->parts[t->part].path,
+                       errno != 0 ? strerror(errno) : "the file became shorter");
+    }
+    if (to == bytes) {
+        ggml_get_type_traits(t->type)->to_float(bytes, out, (int64_t)n);
+    }
+    return DT_OK;
+}
+
+static dt_status check_tensor(const dt_gguf *gguf, const dt_gguf_tensor *t, FILE *file, const dt_quantize_params *params,
+                              float largest, void *bytes, float *numbers, dt_error *error) {
+    const uint64_t n = (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3];
+    dt_status status = DT_OK;
+    for (uint64_t from = 0; from < n && status == DT_OK; from += CHECKED_AT_ONCE) {
+        const size_t n_read = (size_t)DT_MIN(n - from, (uint64_t)CHECKED_AT_ONCE);
+        status = read_numbers(gguf, t, file, from, n_read, bytes, numbers, error);
+        for (size_t i = 0; i < n_read && status == DT_OK; i++) {
+            if (!dt_is_finite(numbers[i])) {
+                status =
+                    dt_fail(error, DT_ERR_FORMAT,
+                            "%s: tensor '%s' holds %f, which is no number that a model computes with; fetch or convert the model "
+                            "again",
+                            gguf->parts[t->part].path, t->name, (double)numbers[i]);
+            } else if (fabsf(numbers[i]) > largest) {
+                status = dt_fail(error, DT_ERR_ARGUMENT, "%s: tensor '%s' holds %g, and %s ends at 65504; BF16 and F32 hold it",
+                                 gguf->parts[t->part].path, t->name, (double)numbers[i], params->type);
+            }
+        }
+    }
+    return status;
+}
+
+/* Refuses what libllama ends at, with a line that ggml prints: infinite numbers and those that are none, and numbers past what halves
+ * hold, which F16 and the scales of quantized blocks are. */
+static dt_status check_numbers(const dt_gguf *gguf, const dt_quantize_params *params, enum llama_ftype ftype, dt_error *error) {
+    const float halves = ftype == LLAMA_FTYPE_ALL_F32 || ftype == LLAMA_FTYPE_MOSTLY_BF16 ? INFINITY : 65504.0f;
+    float *numbers = malloc(2 * CHECKED_AT_ONCE * sizeof *numbers); /* no type takes more bytes than F32 */
+    dt_status status = numbers != NULL ? DT_OK : dt_fail_memory(error, 2 * CHECKED_AT_ONCE * sizeof *numbers, "a tensor's numbers");
+    for (int32_t part = 0; part < gguf->n_parts && status == DT_OK; part++) {
+        FILE *file = fopen(gguf->parts[part].path, "rb");
+        if (file == NULL) {
+            status = dt_fail(error, DT_ERR_IO, "cannot open %s: %s", gguf->parts[part].path, strerror(errno));
+        }
+        for (int64_t i = 0; i < gguf->n_tensors && status == DT_OK; i++) {
+            const dt_gguf_tensor *t = &gguf->tensors[i];
+            if (t->part != part || (t->type != GGML_TYPE_F32 && ggml_get_type_traits(t->type)->to_float == NULL)) {
+                continue;
+            }
+            if (params->progress != NULL) {
+                params->progress(0, gguf->n_tensors, params->progress_user);
+            }
+            status = check_tensor(gguf, t, file, params, is_quantizable(t) ? halves : INFINITY, numbers + CHECKED_AT_ONCE, numbers,
+                                  error);
+        }
+        if (file != NULL) {
+            fclose(file);
+        }
+    }
+    free(numbers);
+    return status;
 }
 
 static bool is_same_file(const char *a, const char *b) {
@@ -342,6 +419,9 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
     }
     if (status == DT_OK) {
         status = check_rest(gguf, error);
+    }
+    if (status == DT_OK) {
+        status = check_numbers(gguf, params, ftype, error);
     }
     const size_t capacity = strlen(params->output) + sizeof DT_QUANTIZE_PART;
     char *temporary = status == DT_OK ? malloc(capacity) : NULL;
