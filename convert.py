@@ -22,4 +22,6 @@ if __name__ == "__main__":
             sys.exit(f"error: the Python package {error.name} is missing, perhaps others too; install what is needed, and run this "
                      f"again: python3 -m venv {ROOT / '.venv'} && {venv} -m pip install -r {ROOT / 'requirements.txt'}")
         os.execv(str(venv), [str(venv), *sys.argv])
+    except KeyboardInterrupt:  # the packages take a second; main has its own
+        sys.exit(130)
     sys.exit(main())

@@ -345,8 +345,10 @@ static void summarize(const batch *b) {
     }
     dt_report(DT_LOG_INFO, "batch: %lld tokens read (%lld shared), %lld written, %lld evicted", (long long)b->prompt_tokens,
               (long long)b->reused_tokens, (long long)b->generated_tokens, (long long)b->evicted_tokens);
-    dt_report(DT_LOG_INFO, "batch: %s, %.1f tokens/s", time,
-              (double)(b->prompt_tokens - b->reused_tokens + b->generated_tokens) / (seconds > 0 ? seconds : 1));
+    const double n_computed = (double)(b->prompt_tokens - b->reused_tokens + b->generated_tokens);
+    if (n_computed > 0) {
+        dt_report(DT_LOG_INFO, "batch: %s, %.1f tokens/s", time, n_computed / (seconds > 0 ? seconds : 1));
+    }
 }
 
 static dt_status run_rows(batch *b, dt_error *error) {

@@ -48,7 +48,7 @@ def test_shards_without_an_index(tokenizers, tmp_path, capsys):
     (made.folder / "model.safetensors.index.json").unlink()
     converted(made.folder, tmp_path / "out.gguf")
     (made.folder / "model-00002-of-00003.safetensors").unlink()
-    assert "lacks: model-00002-of-00003.safetensors\n" in refused(capsys, made.folder, tmp_path / "bad.gguf")
+    assert "lacks: model-00002-of-00003.safetensors; fetch what is missing into it\n" in refused(capsys, made.folder, tmp_path / "bad.gguf")
 
 
 def test_a_transposed_tensor(tokenizers, tmp_path):

@@ -62,7 +62,7 @@ def check_folder(folder, hint):
     else:
         missing.insert(0, "config.json")
     if missing:
-        raise ConvertError(f"{folder} lacks: {'; '.join(missing)}")
+        raise ConvertError(f"{folder} lacks: {'; '.join(missing)}; fetch what is missing into it")
     return config, family
 
 

@@ -69,7 +69,8 @@ def plan_tensors(family, hyper, tensors, float_type, config):
         elif part.required or found or (part.target == "output.weight" and tied is False):
             missing += [name for name in source_names if name not in tensors]
     if missing:
-        raise ConvertError(f"the checkpoint lacks tensors that {family.architecture} needs: {shorten(missing)}")
+        raise ConvertError(f"the checkpoint lacks tensors that {family.architecture} needs: {shorten(missing)}; fetch all of its "
+                           "files again")
     extra = sorted(name for name in tensors if name not in used)
     if extra:
         raise ConvertError(f"the checkpoint has tensors that {family.architecture} does not have, so it is another model or has "

@@ -217,7 +217,7 @@ class Draft(_Used):
                 raise TypeError("a draft by a model needs its target, the model that is helped")
             _model("model", model)
             _model("target", target)
-            params = dt_session_params(n_threads=number("threads", threads))
+            params = dt_session_params(n_threads=number("threads", threads, least=0))
             call("dt_draft_from_model", target._handle, model._handle, ctypes.byref(params), max_tokens, ctypes.byref(self._handle))
 
     def __del__(self):
@@ -312,7 +312,7 @@ class Session(_Used):
         if eviction is None and (max_cache_size > 0 or min_cache_size >= 0 or prefill == "streaming"):
             raise ValueError('max_cache_size, min_cache_size and prefill="streaming" change nothing without eviction; '
                              'add eviction="chat", or leave them out')
-        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=number("threads", threads),
+        params = dt_session_params(n_ctx=n_ctx, n_batch=n_batch, n_threads=number("threads", threads, least=0),
                                    kv_memory=number("kv_memory, in bytes,", kv_memory, ctypes.c_uint64),
                                    kv_type=_choice("kv_type", _KV_TYPES, kv_type), prefill=_choice("prefill", _PREFILLS, prefill))
         params.eviction = self._eviction(eviction, max_cache_size, min_cache_size)

@@ -27,12 +27,21 @@ static dt_status fill_defaults(dt_session *s, const dt_session_params *params, d
     dt_session_params *p = &s->params;
     const dt_model_info *info = dt_model_get_info(s->model);
     *p = params ? *params : defaults;
-    if (p->n_ctx < 0 || p->n_batch < 0 || p->n_threads < 0 || p->n_threads_batch < 0 || p->n_expected < 0 || p->n_prompt < 0 ||
-        p->kv_block_tokens < 0) {
-        return dt_fail(
-            error, DT_ERR_ARGUMENT,
-            "n_ctx, n_batch, n_threads, n_threads_batch, kv_block_tokens, n_expected and n_prompt can't be negative; 0 stands for "
-            "the default");
+    const struct {
+        const char *name;
+        int32_t value;
+    } counts[] = {{"n_ctx", p->n_ctx},
+                  {"n_batch", p->n_batch},
+                  {"n_threads", p->n_threads},
+                  {"n_threads_batch", p->n_threads_batch},
+                  {"kv_block_tokens", p->kv_block_tokens},
+                  {"n_expected", p->n_expected},
+                  {"n_prompt", p->n_prompt}};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        if (counts[i].value < 0) {
+            return dt_fail(error, DT_ERR_ARGUMENT, "%s can't be negative, but is %d; 0 stands for the default", counts[i].name,
+                           counts[i].value);
+        }
     }
     if ((unsigned)p->kv_type > DT_KV_INT8 || (unsigned)p->prefill > DT_PREFILL_STREAMING || (unsigned)p->evict > DT_EVICT_HELD) {
         return dt_fail(error, DT_ERR_ARGUMENT,
