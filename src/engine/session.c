@@ -773,9 +773,10 @@ dt_status dt_session_reuse(dt_session *session, const int32_t *tokens, size_t n,
 dt_status dt_session_begin_reading(dt_session *s, int64_t n, dt_error *error) {
     s->streams = s->params.prefill == DT_PREFILL_STREAMING;
     const dt_status status = s->streams ? DT_OK : dt_session_close_up(s, n, error);
-    if (status == DT_OK && !s->streams && s->headroom > 0 && dt_session_next_position(s) + n > s->params.n_ctx) {
+    const int64_t at_once = dt_session_next_position(s) + n;
+    if (status == DT_OK && !s->streams && s->headroom > 0 && at_once > s->params.n_ctx) {
         dt_log(DT_LOG_INFO, "%lld tokens are too many for the context of %d at once; they are read as with --prefill streaming",
-               (long long)(dt_session_next_position(s) + n), s->params.n_ctx);
+               (long long)at_once, s->params.n_ctx);
         s->streams = true;
     }
     return status;

@@ -162,25 +162,32 @@ static dt_status read_numbers(const dt_gguf *gguf, const dt_gguf_tensor *t, FILE
     return DT_OK;
 }
 
-static dt_status check_tensor(const dt_gguf *gguf, const dt_gguf_tensor *t, FILE *file, const dt_quantize_params *params,
-                              float largest, void *bytes, float *numbers, dt_error *error) {
-    const uint64_t n = (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3];
+static dt_status check_value(const dt_gguf *gguf, const dt_gguf_tensor *t, const char *type, float largest, float value,
+                             dt_error *error) {
+    if (!dt_is_finite(value)) {
+        return dt_fail(error, DT_ERR_FORMAT,
+                       "%s: tensor '%s' holds %f, which is no number that a model computes with; fetch or convert the model again",
+                       gguf->parts[t->part].path, t->name, (double)value);
+    }
+    if (fabsf(value) > largest) {
+        return dt_fail(error, DT_ERR_ARGUMENT, "%s: tensor '%s' holds %g, and %s ends at 65504; BF16 and F32 hold it",
+                       gguf->parts[t->part].path, t->name, (double)value, type);
+    }
+    return DT_OK;
+}
+
+static dt_status check_tensor(const dt_gguf *gguf, const dt_gguf_tensor *t, FILE *file, const char *type, float largest,
+                              void *bytes, float *numbers, dt_error *error) {
+    uint64_t left = (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3], from = 0;
     dt_status status = DT_OK;
-    for (uint64_t from = 0; from < n && status == DT_OK; from += CHECKED_AT_ONCE) {
-        const size_t n_read = (size_t)DT_MIN(n - from, (uint64_t)CHECKED_AT_ONCE);
-        status = read_numbers(gguf, t, file, from, n_read, bytes, numbers, error);
-        for (size_t i = 0; i < n_read && status == DT_OK; i++) {
-            if (!dt_is_finite(numbers[i])) {
-                status =
-                    dt_fail(error, DT_ERR_FORMAT,
-                            "%s: tensor '%s' holds %f, which is no number that a model computes with; fetch or convert the model "
-                            "again",
-                            gguf->parts[t->part].path, t->name, (double)numbers[i]);
-            } else if (fabsf(numbers[i]) > largest) {
-                status = dt_fail(error, DT_ERR_ARGUMENT, "%s: tensor '%s' holds %g, and %s ends at 65504; BF16 and F32 hold it",
-                                 gguf->parts[t->part].path, t->name, (double)numbers[i], params->type);
-            }
+    while (left > 0 && status == DT_OK) {
+        const size_t n = left < CHECKED_AT_ONCE ? (size_t)left : CHECKED_AT_ONCE;
+        status = read_numbers(gguf, t, file, from, n, bytes, numbers, error);
+        for (size_t i = 0; i < n && status == DT_OK; i++) {
+            status = check_value(gguf, t, type, largest, numbers[i], error);
         }
+        from += n;
+        left -= n;
     }
     return status;
 }
@@ -204,8 +211,8 @@ static dt_status check_numbers(const dt_gguf *gguf, const dt_quantize_params *pa
             if (params->progress != NULL) {
                 params->progress(0, gguf->n_tensors, params->progress_user);
             }
-            status = check_tensor(gguf, t, file, params, is_quantizable(t) ? halves : INFINITY, numbers + CHECKED_AT_ONCE, numbers,
-                                  error);
+            status = check_tensor(gguf, t, file, params->type, is_quantizable(t) ? halves : INFINITY, numbers + CHECKED_AT_ONCE,
+                                  numbers, error);
         }
         if (file != NULL) {
             fclose(file);
