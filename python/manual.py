@@ -97,6 +97,13 @@ def parse(text):
     return usage, [group for group in groups if group[1]]
 
 
+def commands_of(name, program):
+    """The options of each of deeptutor-eval's commands; of others none."""
+    if name != "deeptutor-eval":
+        return {}
+    return {command: [option for _, options in parse(help_of(program, command))[1] for option in options] for command in COMMANDS}
+
+
 def types_of(name, program):
     """What the third word of deeptutor-quantize may be; of others none."""
     if name != "deeptutor-quantize":
@@ -167,7 +174,7 @@ def choices(value):
     return value.split("|") if "|" in value else []
 
 
-def bash_completion(name, groups, types):
+def bash_completion(name, groups, types, commands):
     """Empty replies become names of files: that is what the words F, S and NAME stand for, and numbers can't be guessed."""
     function = "_" + name.replace("-", "_")
     options = [option for _, options in groups for option in options]
@@ -180,27 +187,28 @@ def bash_completion(name, groups, types):
                       "        return", "        ;;"]
     valued = [flag for names, value, _ in options if value and not choices(value) for flag in names]
     lines += [f"    {' | '.join(valued)}) return ;;", "    esac"]
-    if name == "deeptutor-eval":
-        lines += ["    if [ $COMP_CWORD = 1 ]; then", f'        COMPREPLY=($(compgen -W "{" ".join(COMMANDS)} --help --version" -- "$word"))',
+    if commands:
+        lines += ["    if [ $COMP_CWORD = 1 ]; then", f'        COMPREPLY=($(compgen -W "{" ".join(commands)} --help --version" -- "$word"))',
                   "        return", "    fi"]
     if types:  # the third word that is neither a flag nor a flag's value
         lines += ["    local i words=0", "    for ((i = 1; i < COMP_CWORD; i++)); do", "        case ${COMP_WORDS[i]} in",
                   f"        {' | '.join(valued)}) i=$((i + 1)) ;;", "        -*) ;;", "        *) words=$((words + 1)) ;;", "        esac", "    done",
                   "    if [ $words = 2 ] && [ \"${word#-}\" = \"$word\" ]; then",
                   f'        COMPREPLY=($(compgen -W "{" ".join(types)}" -- "$word"))', "        return", "    fi"]
-    lines += ["    case $word in", f'    -*) COMPREPLY=($(compgen -W "{flags}" -- "$word")) ;;', "    esac", "}",
-              f"complete -o default -F {function} {name}"]
+    lines.append(f'    local flags="{flags}"')
+    if commands:
+        own = {command: " ".join(flag for names, _, _ in options for flag in names) for command, options in commands.items()}
+        lines += ["    case ${COMP_WORDS[1]} in", *(f'    {command}) flags="{own[command]}" ;;' for command in own), "    esac"]
+    lines += ["    case $word in", '    -*) COMPREPLY=($(compgen -W "$flags" -- "$word")) ;;', "    esac", "}", f"complete -o default -F {function} {name}"]
     return "\n".join(lines) + "\n"
 
 
-def zsh_completion(name, groups, types):
+def zsh_specs(options):
     def quoted(text):
         return re.sub(r"([\\\[\]:])", r"\\\1", text).replace("'", "'\\''")
 
-    lines = [f"#compdef {name}", f"# Made from {name} --help by python/manual.py.", "_arguments -s \\"]
-    if name == "deeptutor-eval":
-        lines.append(f"    '1:command:({' '.join(COMMANDS)})' \\")
-    for names, value, explanation in [option for _, options in groups for option in options]:
+    specs = []
+    for names, value, explanation in options:
         action = ""
         if value:
             action = f":{quoted(value.split('|')[0]) if choices(value) else quoted(value)}:"
@@ -208,9 +216,22 @@ def zsh_completion(name, groups, types):
         together = f"({' '.join(names)})" if len(names) > 1 else ""
         spelled = "{" + ",".join(names) + "}" if len(names) > 1 else names[0]
         what = f"[{quoted(explanation)}]{action}'"
-        lines.append(f"    '{together}'{spelled}'{what} \\" if together else f"    '{spelled}{what} \\")
+        specs.append(f"'{together}'{spelled}'{what}" if together else f"'{spelled}{what}")
+    return specs
+
+
+def zsh_completion(name, groups, types, commands):
+    lines = [f"#compdef {name}", f"# Made from {name} --help by python/manual.py."]
     words = ["'1:input:_files'", "'2:output:_files'", f"'3:type:({' '.join(types)})'"] if types else ["'*:file:_files'"]
-    return "\n".join(lines) + "\n    " + " \\\n    ".join(words) + "\n"
+    if commands:
+        lines += ["local -a flags", "case $words[2] in"]
+        for command, options in commands.items():
+            lines += [f"{command})", "    flags=(", *(f"        {spec}" for spec in zsh_specs(options)), "    )", "    ;;"]
+        lines += ["*) flags=(--help --version) ;;", "esac"]
+        words = [f"'1:command:({' '.join(commands)})'", "$flags", *words]
+    else:
+        words = zsh_specs([option for _, options in groups for option in options]) + words
+    return "\n".join(lines) + "\n_arguments -s \\\n    " + " \\\n    ".join(words) + "\n"
 
 
 def write(path, text):
@@ -225,9 +246,9 @@ def main():
         sys.exit(f"usage: python3 {sys.argv[0]} NAME PROGRAM FOLDER; NAME is one of {', '.join(PROGRAMS)}")
     name, program, folder = sys.argv[1], os.path.abspath(sys.argv[2]), pathlib.Path(sys.argv[3])
     usage, groups = read_program(name, program)
-    types = types_of(name, program)
-    write(folder / "bash" / name, bash_completion(name, groups, types))
-    write(folder / "zsh" / ("_" + name), zsh_completion(name, groups, types))
+    types, commands = types_of(name, program), commands_of(name, program)
+    write(folder / "bash" / name, bash_completion(name, groups, types, commands))
+    write(folder / "zsh" / ("_" + name), zsh_completion(name, groups, types, commands))
     write(folder / "man" / (name + ".1"), man_page(name, usage, groups, types))
 
 

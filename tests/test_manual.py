@@ -120,6 +120,10 @@ def test_bash_completes(made, name):
         assert complete("x", "-m", "") == []  # names of files, which bash adds
     if name == "deeptutor-eval":
         assert set(complete("")) == {*COMMANDS, "--help", "--version"}
+        for command, text in zip(COMMANDS, help_texts(name)[1:]):
+            assert set(complete(command, "-")) == flags_in(text), command
+            own = (made / "zsh" / f"_{name}").read_text().split(f"\n{command})\n")[1].split("    ;;")[0]
+            assert {flag for flag in flags if f"'{flag}[" in own or re.search(rf"[{{,]{flag}[,}}]", own)} == flags_in(text), command
     if name == "deeptutor-quantize":
         types = set(subprocess.run([program(name), "--list"], capture_output=True, text=True, timeout=60, check=True).stdout.split())
         assert set(complete("in", "out", "")) == types == set(complete("-t", "2", "in", "out", "")) and "Q4_K_M" in types
