@@ -418,8 +418,9 @@ static json_t *json_stats(const dt_run_numbers *numbers, const dt_model *model, 
     dt_json_set(&root, "kv_bytes_full", json_integer((json_int_t)s.kv_bytes_full));
     dt_json_set(&root, "rss_bytes_peak", json_integer(rss_bytes_peak()));
     dt_json_set(&root, "eviction",
-                json_pack("{s:b, s:I, s:I, s:o}", "enabled", (int)numbers->eviction, "rounds", (json_int_t)s.eviction_rounds,
-                          "evicted_tokens", (json_int_t)s.evicted_tokens, "ms", json_number(s.eviction_ms)));
+                json_pack("{s:b, s:I, s:I, s:o, s:i}", "enabled", (int)numbers->eviction, "rounds", (json_int_t)s.eviction_rounds,
+                          "evicted_tokens", (json_int_t)s.evicted_tokens, "ms", json_number(s.eviction_ms), "total_cache_size",
+                          (int)s.total_cache_size));
     dt_json_set(&root, "draft",
                 json_pack("{s:I, s:I, s:I, s:o}", "proposed", (json_int_t)s.draft_proposed, "accepted",
                           (json_int_t)s.draft_accepted, "prefill_tokens", (json_int_t)s.draft_prefill_tokens, "prefill_ms",

@@ -73,14 +73,15 @@ char *dt_tlc_json(const dt_model *model, const dt_job *job, const dt_session *se
     const dt_choice *choice = &job->choices[0];
     const int64_t n_generated = (int64_t)choice->n_records;
     const int64_t n_computed = (int64_t)n_read - job->reused_tokens;
-    json_t *json = json_pack("{s:s,s:s,s:I,s:I,s:I,s:I,s:I,s:f,s:f,s:I,s:I,s:{s:b,s:o,s:I,s:I},s:i}", "object", "tlc", "phase",
+    json_t *json = json_pack("{s:s,s:s,s:I,s:I,s:I,s:I,s:I,s:f,s:f,s:I,s:I,s:{s:b,s:o,s:I,s:I,s:i},s:i}", "object", "tlc", "phase",
                              phase, "prompt_tokens", (json_int_t)job->n_tokens, "reused_tokens", (json_int_t)job->reused_tokens,
                              "read_tokens", (json_int_t)n_read, "generated_tokens", (json_int_t)n_generated, "n_tokens",
                              (json_int_t)n_tokens, "prefill_tps", per_second(n_computed, (double)job->read_us / 1e6), "decode_tps",
                              per_second(n_generated - 1, job->decode_ms / 1e3), "kv_bytes", (json_int_t)stats.kv_bytes,
                              "kv_bytes_full", (json_int_t)stats.kv_bytes_full, "eviction", "enabled", job->eviction != NULL, "name",
                              dt_json_text(job->eviction != NULL ? dt_eviction_name(job->eviction) : "off"), "rounds",
-                             (json_int_t)stats.eviction_rounds, "evicted_tokens", (json_int_t)stats.evicted_tokens, "cells", CELLS);
+                             (json_int_t)stats.eviction_rounds, "evicted_tokens", (json_int_t)stats.evicted_tokens,
+                             "total_cache_size", (int)stats.total_cache_size, "cells", CELLS);
     json_t *layers = json_array();
     for (int32_t i = 0; json != NULL && i < info->n_layers; i++) {
         dt_json_append(&layers, layer_json(session, i, info->n_kv_heads[i], n_tokens, strips));

@@ -319,7 +319,9 @@ typedef struct dt_session_stats {
     int32_t n_tokens;
     int32_t n_ctx; /* the most tokens the conversation may have: about 2^31 where it may go on past the parameter of this name */
     int32_t n_threads, n_batch;
-    dt_kv_type kv_type;                              /* as the cache holds them: INT8 too where kv_memory left no room for F16 */
+    dt_kv_type kv_type; /* as the cache holds them: INT8 too where kv_memory left no room for F16 */
+    int32_t
+        total_cache_size; /* tokens that all layers with eviction share, summed over them, as kv_memory left it; 0: each has its own */
     uint64_t kv_bytes, kv_bytes_peak, kv_bytes_full; /* allocated now, at most, and what full caching would need now */
     uint64_t kv_step_bytes;                          /* keys and values that one decode step reads */
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */

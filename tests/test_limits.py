@@ -209,7 +209,7 @@ def test_what_the_context_bounds_is_no_setting(model, tmp_path):
         "0": {"policy": "importance_score", "max_cache_size": 60}, "1": {"policy": "importance_score", "max_cache_size": 2147483647}}}))
     log, stats = stats_of(model, tmp_path, "-p", "abc " * 90, "-n", "4", "-c", "400", "--cache-eviction", "--eviction-config", str(config))
     assert b"max any" in log.stderr and [layer["max_cache_size"] for layer in stats["layers"]] == [60, 0]
-    assert stats["eviction"]["rounds"] > 0
+    assert stats["eviction"]["rounds"] > 0 and stats["eviction"]["total_cache_size"] == 80
 
 
 def test_characters_beyond_unicode(model):

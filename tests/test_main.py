@@ -299,7 +299,8 @@ def test_stats(tmp_path):
         assert stats["generated_tokens"] == len(stats["generated_token_ids"]) <= 8
         assert stats["prefill_ms"] > 0 and stats["prefill_tps"] > 0 and stats["load_ms"] > 0
         assert 0 < stats["kv_bytes"] <= stats["kv_bytes_peak"] and stats["rss_bytes_peak"] > 10 << 20
-        assert stats["eviction"] == {"enabled": False, "rounds": 0, "evicted_tokens": 0, "ms": stats["eviction"]["ms"]}
+        assert stats["eviction"] == {"enabled": False, "rounds": 0, "evicted_tokens": 0, "ms": stats["eviction"]["ms"],
+                                     "total_cache_size": 0}
         assert [layer["layer"] for layer in stats["layers"]] == list(range(30))
         for layer in stats["layers"]:
             assert set(layer) == {"layer", "policy", "max_cache_size", "length", "mean_length", "slots_used", "evicted_tokens"}

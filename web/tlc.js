@@ -65,10 +65,13 @@ export function paint() {
   $("meter-fill").style.width = `${100 * share}%`;
   $("meter").setAttribute("aria-label", say("meter", { percent: number(100 * share) }));
   const table = rows(event.layers.length);
+  const sharing = event.layers.filter((layer) => layer.policy !== "none").length;
+  const average = sharing > 0 ? Math.floor((event.eviction.total_cache_size ?? 0) / sharing) : 0; // of a budget that layers share
   event.layers.forEach((layer, i) => {
     const cells = table[i].cells, kept = Math.round(layer.mean_length);
     cells[0].textContent = i;
-    cells[1].textContent = layer.max > 0 ? `${number(kept)} / ${number(layer.max)}` : number(kept);
+    const budget = layer.max > 0 ? number(layer.max) : average > 0 && layer.policy !== "none" ? `⌀ ${number(average)}` : "";
+    cells[1].textContent = budget ? `${number(kept)} / ${budget}` : number(kept);
     const canvas = cells[2].firstChild;
     const label = say("keeps", { layer: i, n: number(kept), all: number(event.n_tokens) });
     canvas.setAttribute("aria-label", label);

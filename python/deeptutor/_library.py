@@ -163,7 +163,7 @@ class dt_sync_result(Structure):
 
 class dt_session_stats(Structure):
     _fields_ = [("kernel", c_char_p), ("n_tokens", c_int32), ("n_ctx", c_int32), ("n_threads", c_int32), ("n_batch", c_int32),
-                ("kv_type", c_int), ("kv_bytes", c_uint64), ("kv_bytes_peak", c_uint64), ("kv_bytes_full", c_uint64), ("kv_step_bytes", c_uint64),
+                ("kv_type", c_int), ("total_cache_size", c_int32), ("kv_bytes", c_uint64), ("kv_bytes_peak", c_uint64), ("kv_bytes_full", c_uint64), ("kv_step_bytes", c_uint64),
                 ("prefill_tokens", c_int64),
                 ("decode_tokens", c_int64), ("eviction_rounds", c_int64), ("evicted_tokens", c_int64), ("prefill_ms", c_double),
                 ("decode_ms", c_double), ("eviction_ms", c_double), ("attention_ms", c_double), ("draft_proposed", c_int64),

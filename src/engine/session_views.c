@@ -42,6 +42,7 @@ void dt_session_get_stats(const dt_session *session, dt_session_stats *out) {
     out->n_threads = session->group->n_threads;
     out->n_batch = session->chunk;
     out->kv_type = session->params.kv_type;
+    out->total_cache_size = dt_kv_total_cache_size(session->kv);
     out->kv_bytes = dt_kv_bytes(session->kv);
     out->kv_bytes_peak = atomic_load(&session->kv_memory->memory.bytes_peak);
     out->kv_bytes_full = dt_kv_bytes_for(session->kv, session->n_tokens);
