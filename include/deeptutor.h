@@ -320,8 +320,8 @@ typedef struct dt_session_stats {
     int32_t n_ctx; /* the most tokens the conversation may have: about 2^31 where it may go on past the parameter of this name */
     int32_t n_threads, n_batch;
     dt_kv_type kv_type; /* as the cache holds them: INT8 too where kv_memory left no room for F16 */
-    int32_t
-        total_cache_size; /* tokens that all layers with eviction share, summed over them, as kv_memory left it; 0: each has its own */
+    /* Tokens that all layers with eviction share, summed over them, as kv_memory left it; 0: each has its own. */
+    int32_t total_cache_size;
     uint64_t kv_bytes, kv_bytes_peak, kv_bytes_full; /* allocated now, at most, and what full caching would need now */
     uint64_t kv_step_bytes;                          /* keys and values that one decode step reads */
     int64_t prefill_tokens, decode_tokens, eviction_rounds, evicted_tokens; /* evicted: summed over layers, mean of lanes */
@@ -464,10 +464,10 @@ typedef struct dt_generate_result {
 } dt_generate_result;
 
 /* Samples up to n_predict tokens (-1: until an end token) after what sync left. The last one sampled (an end token included) is not
- * computed: whoever goes on gives it to dt_session_sync together with what follows. The sampler is told of each token (dt_sampler_accept), but
- * of no end token: it is told that where the text that goes on has it. on_token and result may be NULL; result counts
- * the tokens told, also on failure. DT_ERR_ARGUMENT: there are no logits yet, or the sampler is for another number of tokens; else as
- * sampling and dt_session_append. */
+ * computed: whoever goes on gives it to dt_session_sync together with what follows. The sampler is told of each token
+ * (dt_sampler_accept), but of no end token: it is told that where the text that goes on has it. on_token and result may be NULL;
+ * result counts the tokens told, also on failure. DT_ERR_ARGUMENT: there are no logits yet, or the sampler is for another number of
+ * tokens; else as sampling and dt_session_append. */
 dt_status dt_generate(dt_session *session, dt_sampler *sampler, int64_t n_predict, dt_token_fn on_token, void *user,
                       dt_generate_result *result, dt_error *error);
 

@@ -97,13 +97,6 @@ def parse(text):
     return usage, [group for group in groups if group[1]]
 
 
-def commands_of(name, program):
-    """The options of each of deeptutor-eval's commands; of others none."""
-    if name != "deeptutor-eval":
-        return {}
-    return {command: [option for _, options in parse(help_of(program, command))[1] for option in options] for command in COMMANDS}
-
-
 def types_of(name, program):
     """What the third word of deeptutor-quantize may be; of others none."""
     if name != "deeptutor-quantize":
@@ -112,17 +105,18 @@ def types_of(name, program):
 
 
 def read_program(name, program):
-    """Usage and groups; deeptutor-eval's are those of its commands together."""
-    usage, groups = parse(help_of(program))
-    if name == "deeptutor-eval":
-        for command in COMMANDS:
-            for title, options in parse(help_of(program, command))[1]:
-                if title not in [known for known, _ in groups]:
-                    groups.append((title, options))
+    """Usage, groups, and where there are commands the options of each; deeptutor-eval's groups are those of its commands together."""
+    (usage, groups), commands = parse(help_of(program)), {}
+    for command in COMMANDS if name == "deeptutor-eval" else ():
+        own = parse(help_of(program, command))[1]
+        commands[command] = [option for _, options in own for option in options]
+        for title, options in own:
+            if title not in [known for known, _ in groups]:
+                groups.append((title, options))
     if not groups:
         sys.exit(f"error: {program} --help lists no flags")
     short = os.path.basename(program)
-    return [re.sub(rf"^\S*{re.escape(short)}(?=\s)", name, line) for line in usage], groups
+    return [re.sub(rf"^\S*{re.escape(short)}(?=\s)", name, line) for line in usage], groups, commands
 
 
 # ---- man ----
@@ -245,8 +239,8 @@ def main():
     if len(sys.argv) != 4 or sys.argv[1] not in PROGRAMS:
         sys.exit(f"usage: python3 {sys.argv[0]} NAME PROGRAM FOLDER; NAME is one of {', '.join(PROGRAMS)}")
     name, program, folder = sys.argv[1], os.path.abspath(sys.argv[2]), pathlib.Path(sys.argv[3])
-    usage, groups = read_program(name, program)
-    types, commands = types_of(name, program), commands_of(name, program)
+    usage, groups, commands = read_program(name, program)
+    types = types_of(name, program)
     write(folder / "bash" / name, bash_completion(name, groups, types, commands))
     write(folder / "zsh" / ("_" + name), zsh_completion(name, groups, types, commands))
     write(folder / "man" / (name + ".1"), man_page(name, usage, groups, types))

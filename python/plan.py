@@ -8,10 +8,10 @@ arithmetic: two operations per weight and token, four per head, dimension and vi
 at best; the speed-up of decoding is a ratio of bytes and does not depend on the device at all.
 """
 import argparse
-import os
 import re
 import sys
 
+from calibration import calibration_of
 from command_line import Parser
 
 # read bandwidth in GB/s, dense half-precision TFLOPS with sums in floats, from the vendors' data sheets
@@ -123,21 +123,12 @@ def device(name):
     return name.lower()
 
 
-def calibration(path):
-    """What deeptutor-eval calibrate wrote for the model: beside the file, or beside what a link leads to. None: nothing."""
-    for place in (path, os.path.realpath(path)):
-        learned = re.sub(r"\.gguf$", "", place) + ".tlc.json"
-        if os.path.isfile(learned):
-            return learned
-    return None
-
-
 def budgets(model, args):
     """Tokens that each layer keeps: where calibration shares a preset's out, their average."""
     if args.max_cache_size:
         return [args.max_cache_size] * model.layers
     kept = preset_budgets(model, args)
-    learned = calibration(args.model)
+    learned = calibration_of(args.model)
     if learned is None:
         return kept
     average = sum(kept) // model.layers
@@ -146,6 +137,7 @@ def budgets(model, args):
 
 
 def preset_budgets(model, args):
+    """The same as the preset has it, without what was learned."""
     shallow, deep = PRESETS[args.preset]
     n_shallow = model.layers // 2
     if args.preset == "docqa":

@@ -36,6 +36,11 @@ def flags_in(text):
     return {flag for line in re.findall(r"^  (-\S.*?)(?:  |$)", text, re.M) for flag in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)}
 
 
+def completed_by_zsh(flags, text):
+    """Those of `flags` that a part of its file offers."""
+    return {flag for flag in flags if f"'{flag}[" in text or re.search(rf"[{{,]{flag}[,}}]", text)}
+
+
 @pytest.mark.parametrize("name", here)
 def test_what_is_asked_for_is_written_or_not(name):
     """A full disk is told, with exit code 1; a reader that leaves early has what it wanted."""
@@ -95,7 +100,7 @@ def test_every_flag_is_there(made, name):
     in_page = {flag.replace("\\-", "-") for line in re.findall(r"\n\.TP\n(\\fB.*)", page) for flag in re.findall(r"\\fB(\S+?)\\fR", line)}
     assert in_page == flags
     zsh = (made / "zsh" / f"_{name}").read_text()
-    assert {flag for flag in flags if f"'{flag}[" in zsh or re.search(rf"[{{,]{flag}[,}}]", zsh)} == flags
+    assert completed_by_zsh(flags, zsh) == flags
     for choice in re.findall(r"\|([a-z0-9_]+)", " ".join(help_texts(name)[0].split("usage")[-1].splitlines()[1:])):
         assert choice in page and choice in zsh, choice
 
@@ -123,7 +128,7 @@ def test_bash_completes(made, name):
         for command, text in zip(COMMANDS, help_texts(name)[1:]):
             assert set(complete(command, "-")) == flags_in(text), command
             own = (made / "zsh" / f"_{name}").read_text().split(f"\n{command})\n")[1].split("    ;;")[0]
-            assert {flag for flag in flags if f"'{flag}[" in own or re.search(rf"[{{,]{flag}[,}}]", own)} == flags_in(text), command
+            assert completed_by_zsh(flags, own) == flags_in(text), command
     if name == "deeptutor-quantize":
         types = set(subprocess.run([program(name), "--list"], capture_output=True, text=True, timeout=60, check=True).stdout.split())
         assert set(complete("in", "out", "")) == types == set(complete("-t", "2", "in", "out", "")) and "Q4_K_M" in types

@@ -17,6 +17,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from calibration import calibration_of  # noqa: E402
 from command_line import Parser  # noqa: E402
 from eval.command import (ROOT, at_least_one, check_folder, check_inputs, check_output, check_program, fail,  # noqa: E402
                           go_on_in_venv, run_program, stoppable, write_whole)
@@ -206,9 +207,9 @@ def planned(args):
         yield (f"needle-{name}", ["needle", "-f", args.file, "--context", str(args.context // 2), "--samples", str(args.samples),
                                   *common], [args.file])
     if args.input:
-        learned = (args.model[:-len(".gguf")] if args.model.endswith(".gguf") else args.model) + ".tlc.json"
+        learned = calibration_of(args.model)
         yield ("ab", ["ab", "-i", args.input, "--temp", "0", "--eviction-preset", "docqa"],
-               [args.input, *([learned] if os.path.exists(learned) else [])])
+               [args.input, *([learned] if learned else [])])
 
 
 def request_of(command, files):

@@ -10,11 +10,13 @@
 #include "weights/ggml_calls.h"
 #include "weights/gguf_file.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #define SPLIT_NO "split.no"
 #define SPLIT_COUNT "split.count"
@@ -469,3 +471,21 @@ int64_t dt_gguf_array_length(const dt_gguf *gguf, const char *key) {
 }
 
 bool dt_gguf_has_key(const dt_gguf *gguf, const char *key) { return gguf_find_key(gguf->parts[0].meta, key) >= 0; }
+
+dt_status dt_gguf_read(const dt_gguf *gguf, const dt_gguf_tensor *tensor, int file, uint64_t at, uint64_t n_bytes, void *out,
+                       dt_error *error) {
+    uint64_t done = 0;
+    while (done < n_bytes) {
+        const ssize_t n =
+            pread(file, (char *)out + done, (size_t)DT_MIN(n_bytes - done, (uint64_t)1 << 30), (off_t)(tensor->offset + at + done));
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            return dt_fail(error, DT_ERR_IO, "cannot read tensor '%s' of %s: %s", tensor->name, gguf->parts[tensor->part].path,
+                           n < 0 ? strerror(errno) : "the file became shorter");
+        }
+        done += (uint64_t)n;
+    }
+    return DT_OK;
+}

@@ -35,6 +35,10 @@ struct dt_gguf {
 /* NULL when there is none of that name. */
 const dt_gguf_tensor *dt_gguf_find(const dt_gguf *gguf, const char *name);
 
+/* Reads n_bytes of a tensor from its byte `at` on out of `file`, its part, opened for reading. */
+dt_status dt_gguf_read(const dt_gguf *gguf, const dt_gguf_tensor *tensor, int file, uint64_t at, uint64_t n_bytes, void *out,
+                       dt_error *error);
+
 /* Reads a file's metadata byte by byte and proves that gguf.h can be let loose on it: nothing in it can make gguf.h abort or
  * allocate out of proportion. *out_bytes: the file's size. */
 dt_status dt_gguf_scan(const char *path, uint64_t *out_bytes, dt_error *error);

@@ -146,20 +146,16 @@ static dt_status check_rest(const dt_gguf *gguf, dt_error *error) {
 }
 
 /* Reads `n` numbers of a tensor from the `from`-th on, whole blocks of its type, by way of `bytes`. */
-static dt_status read_numbers(const dt_gguf *gguf, const dt_gguf_tensor *t, FILE *file, uint64_t from, size_t n, void *bytes,
+static dt_status read_numbers(const dt_gguf *gguf, const dt_gguf_tensor *t, int file, uint64_t from, size_t n, void *bytes,
                               float *out, dt_error *error) {
-    const size_t per_block = (size_t)ggml_blck_size(t->type), n_bytes = n / per_block * ggml_type_size(t->type);
-    const uint64_t at = t->offset + from / per_block * ggml_type_size(t->type);
-    void *to = t->type == GGML_TYPE_F32 ? out : bytes;
-    errno = 0;
-    if (fseeko(file, (off_t)at, SEEK_SET) != 0 || fread(to, 1, n_bytes, file) != n_bytes) {
-        return dt_fail(error, DT_ERR_IO, "cannot read tensor '%s' of %s: %s", t->name, gguf->parts[t->part].path,
-                       errno != 0 ? strerror(errno) : "the file became shorter");
-    }
-    if (to == bytes) {
+    const uint64_t per_block = (uint64_t)ggml_blck_size(t->type), block_bytes = ggml_type_size(t->type);
+    const bool is_plain = t->type == GGML_TYPE_F32;
+    const dt_status status =
+        dt_gguf_read(gguf, t, file, from / per_block * block_bytes, n / per_block * block_bytes, is_plain ? out : bytes, error);
+    if (status == DT_OK && !is_plain) {
         ggml_get_type_traits(t->type)->to_float(bytes, out, (int64_t)n);
     }
-    return DT_OK;
+    return status;
 }
 
 static dt_status check_value(const dt_gguf *gguf, const dt_gguf_tensor *t, const char *type, float largest, float value,
@@ -176,8 +172,8 @@ static dt_status check_value(const dt_gguf *gguf, const dt_gguf_tensor *t, const
     return DT_OK;
 }
 
-static dt_status check_tensor(const dt_gguf *gguf, const dt_gguf_tensor *t, FILE *file, const char *type, float largest,
-                              void *bytes, float *numbers, dt_error *error) {
+static dt_status check_tensor(const dt_gguf *gguf, const dt_gguf_tensor *t, int file, const char *type, float largest, void *bytes,
+                              float *numbers, dt_error *error) {
     uint64_t left = (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3], from = 0;
     dt_status status = DT_OK;
     while (left > 0 && status == DT_OK) {
@@ -199,8 +195,8 @@ static dt_status check_numbers(const dt_gguf *gguf, const dt_quantize_params *pa
     float *numbers = malloc(2 * CHECKED_AT_ONCE * sizeof *numbers); /* no type takes more bytes than F32 */
     dt_status status = numbers != NULL ? DT_OK : dt_fail_memory(error, 2 * CHECKED_AT_ONCE * sizeof *numbers, "a tensor's numbers");
     for (int32_t part = 0; part < gguf->n_parts && status == DT_OK; part++) {
-        FILE *file = fopen(gguf->parts[part].path, "rb");
-        if (file == NULL) {
+        const int file = open(gguf->parts[part].path, O_RDONLY | O_CLOEXEC);
+        if (file < 0) {
             status = dt_fail(error, DT_ERR_IO, "cannot open %s: %s", gguf->parts[part].path, strerror(errno));
         }
         for (int64_t i = 0; i < gguf->n_tensors && status == DT_OK; i++) {
@@ -214,8 +210,8 @@ static dt_status check_numbers(const dt_gguf *gguf, const dt_quantize_params *pa
             status = check_tensor(gguf, t, file, params->type, is_quantizable(t) ? halves : INFINITY, numbers + CHECKED_AT_ONCE,
                                   numbers, error);
         }
-        if (file != NULL) {
-            fclose(file);
+        if (file >= 0) {
+            close(file);
         }
     }
     free(numbers);
@@ -427,9 +423,6 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
     if (status == DT_OK) {
         status = check_rest(gguf, error);
     }
-    if (status == DT_OK) {
-        status = check_numbers(gguf, params, ftype, error);
-    }
     const size_t capacity = strlen(params->output) + sizeof DT_QUANTIZE_PART;
     char *temporary = status == DT_OK ? malloc(capacity) : NULL;
     if (status == DT_OK && temporary == NULL) {
@@ -441,6 +434,9 @@ dt_status dt_quantize(const dt_quantize_params *params, dt_error *error) {
         status = dt_replace_check(params->output, 0, error);
         if (status == DT_OK) {
             status = begin_output(params, temporary, &file, error);
+        }
+        if (status == DT_OK) { /* it takes as long as reading the input: what is told at once was told before */
+            status = check_numbers(gguf, params, ftype, error);
         }
         if (status == DT_OK) {
             status = run_quantizer(params, ftype, gguf, temporary, error);

@@ -448,24 +448,6 @@ static void close_files(dt_weights *w) {
     }
 }
 
-/* n_bytes of a tensor from byte `at` on. */
-static dt_status read_bytes(const loader *l, const dt_gguf_tensor *t, uint64_t at, uint64_t n_bytes, void *out, dt_error *error) {
-    uint64_t done = 0;
-    while (done < n_bytes) {
-        const ssize_t n = pread(l->weights->parts[t->part].file, (char *)out + done,
-                                (size_t)DT_MIN(n_bytes - done, (uint64_t)1 << 30), (off_t)(t->offset + at + done));
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
-        if (n <= 0) {
-            return dt_fail(error, DT_ERR_IO, "cannot read tensor '%s' of %s: %s", t->name, part_path(l, t),
-                           n < 0 ? strerror(errno) : "the file became shorter");
-        }
-        done += (uint64_t)n;
-    }
-    return DT_OK;
-}
-
 /* ---- buffers ------------------------------------------------------------------------------------ */
 
 /* Memory that can be taken without swapping, SIZE_MAX where the system does not tell. */
@@ -582,14 +564,14 @@ static dt_status fill(const loader *l, const placement *p) {
     void *staging = NULL;
     const void *data = part->mapping ? part->mapping + t->offset : NULL;
     if (!data && p->home == HOME_PLAIN && !is_converted) {
-        return read_bytes(l, t, 0, t->bytes, p->tensor->data, l->error);
+        return dt_gguf_read(l->gguf, t, part->file, 0, t->bytes, p->tensor->data, l->error);
     }
     if (!data) {
         staging = malloc((size_t)t->bytes);
         if (!staging) {
             return dt_fail_memory(l->error, (size_t)t->bytes, "reading a tensor");
         }
-        const dt_status status = read_bytes(l, t, 0, t->bytes, staging, l->error);
+        const dt_status status = dt_gguf_read(l->gguf, t, part->file, 0, t->bytes, staging, l->error);
         if (status) {
             free(staging);
             return status;
@@ -685,7 +667,7 @@ static dt_status pack_range(const loader *l, const packing_range *range, void **
         if (!*staging) {
             return dt_fail_memory(error, (size_t)range->n * row_bytes, "reading a tensor");
         }
-        const dt_status status = read_bytes(l, t, at, (size_t)range->n * row_bytes, *staging, error);
+        const dt_status status = dt_gguf_read(l->gguf, t, part->file, at, (size_t)range->n * row_bytes, *staging, error);
         if (status) {
             return status;
         }
