@@ -53,7 +53,11 @@ tail -n 12 log.txt
 
 if [ "${1:-}" != --no-test ]; then
     echo "newcomer: $tests"
-    in_root_as newcomer "cd deeptutor && $tests" >"$root/tests.txt" 2>&1 || { tail -n 60 "$root/tests.txt"; fail "the tests"; }
+    in_root_as newcomer "cd deeptutor && $tests" >"$root/tests.txt" 2>&1 || {
+        sed -n '/\*\*\*Failed/,/^ *Start /p' "$root/tests.txt" # what a failed test printed itself
+        tail -n 24 "$root/tests.txt"
+        fail "the tests"
+    }
     grep -q '100% tests passed' "$root/tests.txt" || fail "the tests said no '100% tests passed'"
     tail -n 12 "$root/tests.txt"
 fi

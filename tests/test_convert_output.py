@@ -43,10 +43,11 @@ def start(folder, out, *args, **more):
 
 
 def wait_for(process, path):
+    """Until something was written there: not before the file is locked."""
     deadline = time.monotonic() + 60
-    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (path.exists() and path.stat().st_size > 0) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
-    assert process.poll() is None and path.exists()
+    assert process.poll() is None and path.stat().st_size > 0
 
 
 def converted(folder, out, *args):

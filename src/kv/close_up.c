@@ -114,16 +114,15 @@ static int32_t closed_length(const dt_kv *kv, int32_t layer, int32_t limit) {
 
 /* What windows have passed goes, and every block becomes this cache's own. */
 static dt_status prepare(dt_kv *kv, int32_t limit, dt_error *error) {
+    int64_t n = 0;
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_params *params = &kv->layers[i].params;
+        kv->layers[i].passed = moves_whole(params, limit) ? DT_MAX(kv->next_position - params->window + 1, 0) : 0;
+    }
+    const dt_status status = dt_kv_drop_passed(kv, &n, error);
+    for (int32_t i = 0; i < kv->n_layers && status == DT_OK; i++) {
+        const dt_kv_layer_params *params = &kv->layers[i].params;
         for (int32_t j = 0; j < params->n_lanes; j++) {
-            int32_t n = 0;
-            const dt_status status = moves_whole(params, limit)
-                                         ? dt_kv_drop_passed(kv, i, j, DT_MAX(kv->next_position - params->window + 1, 0), &n, error)
-                                         : DT_OK;
-            if (status != DT_OK) {
-                return status;
-            }
             for (int32_t entry = 0; entry < kv->layers[i].lanes[j].n_entries; entry += params->format.block_tokens) {
                 if (!dt_kv_own_entry(kv, i, j, entry)) {
                     return dt_kv_fail_memory(kv, params->format.block_bytes, "moving the tokens of a shared KV cache", error);
@@ -131,7 +130,7 @@ static dt_status prepare(dt_kv *kv, int32_t limit, dt_error *error) {
             }
         }
     }
-    return DT_OK;
+    return status;
 }
 
 dt_status dt_kv_close_up(dt_kv *kv, int32_t limit, dt_error *error) {

@@ -713,6 +713,15 @@ bool dt_kv_prepare_drop(dt_kv *kv, int32_t layer_index, int32_t lane_index, cons
     return remove_prepare(kv, layer, lane, lane->n_entries - kv->n_uncommitted, kv->n_uncommitted, victims, n);
 }
 
+bool dt_kv_shares_blocks(const dt_kv *kv, int32_t layer, int32_t lane_index) {
+    const dt_kv_lane_state *lane = &kv->layers[layer].lanes[lane_index];
+    bool shares = false;
+    for (int32_t i = 0; i < lane->n_spans && !shares; i++) {
+        shares = atomic_load(&dt_kv_head(lane->spans[i].block)->references) > 1;
+    }
+    return shares;
+}
+
 bool dt_kv_own_biases(dt_kv *kv, int32_t layer_index, int32_t lane_index) {
     const dt_kv_layer_state *layer = &kv->layers[layer_index];
     dt_kv_lane_state *lane = &layer->lanes[lane_index];

@@ -195,7 +195,8 @@ typedef struct dt_round_result {
 /* Lanes over their budget go down to the low-water mark, or, when `exact`, to max_cache_size. A shared budget that is exceeded goes
  * down by the same share, each lane keeping what scores above a threshold common to all. What goes is merged into memory slots
  * where the layer has them. What a layer's window has passed goes before any policy is asked, and is not counted. Nothing may be
- * uncommitted. On failure (memory) lanes not yet treated stay over budget, the cache is consistent and *result tells what went.
+ * uncommitted. On failure for memory nothing was evicted, so that the round can be tried again; on a device's, lanes not yet treated
+ * stay over budget. The cache is consistent and *result tells what went.
  * workers (NULL: the calling thread alone) treat several lanes at once; what goes doesn't depend on how many they are. */
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, const dt_workers *workers, dt_round_result *result,
                       dt_error *error);
@@ -206,7 +207,7 @@ dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, const dt_wor
 #define DT_KV_REWIND_BLOCKS 4
 
 /* Drops what the layers' windows have passed, once it is worth it; to be called after every commit. *whole_from is raised to the
- * lowest position that dt_kv_truncate may then still go to. On failure (memory) lanes not yet treated keep more. */
+ * lowest position that dt_kv_truncate may then still go to. On failure (memory) nothing has changed. */
 dt_status dt_kv_slide(dt_kv *kv, int32_t next_position, int32_t *whole_from, dt_error *error);
 /* Tokens that can be added before it has something to drop. */
 int64_t dt_kv_slide_room(const dt_kv *kv);

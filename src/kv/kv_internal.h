@@ -46,6 +46,7 @@ typedef struct dt_kv_lane_state {
 typedef struct dt_kv_layer_state {
     dt_kv_layer_params params;
     bool has_mass, has_peak;
+    int32_t passed;          /* what dt_kv_drop_passed drops: positions below it */
     dt_kv_lane_state *lanes; /* into dt_kv.lanes */
 } dt_kv_layer_state;
 
@@ -120,19 +121,25 @@ static inline void dt_kv_note_dropped(dt_kv *kv, int32_t position) {
     }
 }
 
-/* Makes every block own that dropping victims[n] writes to; dt_kv_drop then can't fail. */
+/* Makes every block own that dropping victims[n] writes to; dt_kv_drop then can't fail. False: memory. What was made own stays so,
+ * which nobody can see. */
 bool dt_kv_prepare_drop(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n);
+/* Some of the lane's blocks belong to another cache too. */
+bool dt_kv_shares_blocks(const dt_kv *kv, int32_t layer, int32_t lane);
 /* Makes the block own that holds an entry. */
 bool dt_kv_own_entry(dt_kv *kv, int32_t layer, int32_t lane, int32_t entry);
 /* Gives the lane a row of biases. */
 bool dt_kv_own_biases(dt_kv *kv, int32_t layer, int32_t lane);
 
 /* Drops victims[n], committed tokens, after merging them into the lane's memory slots (slots.c). scratch: dt_kv_slots_bytes,
- * 64-byte aligned. */
+ * 64-byte aligned. Once prepared with the same victims it needs no more memory; is_ready: it needs none whatever they are. */
+bool dt_kv_absorb_is_ready(const dt_kv *kv, int32_t layer, int32_t lane);
+bool dt_kv_prepare_absorb(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n, void *scratch);
 dt_status dt_kv_absorb(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n, void *scratch, dt_error *error);
 size_t dt_kv_slots_bytes(const dt_kv_layer_params *params, int32_t n_entries);
 
-/* Drops the committed entries of a lane at positions below first_kept (window.c). */
-dt_status dt_kv_drop_passed(dt_kv *kv, int32_t layer, int32_t lane, int32_t first_kept, int32_t *n_dropped, dt_error *error);
+/* Drops the committed entries of every layer's lanes at positions below `passed`, which is set for all before; *n_dropped: of all
+ * lanes (window.c). On failure (memory) nothing has changed. */
+dt_status dt_kv_drop_passed(dt_kv *kv, int64_t *n_dropped, dt_error *error);
 
 #endif

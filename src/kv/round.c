@@ -10,8 +10,10 @@
  * calling thread alone.
  *
  * Positions, victims, scores and the policy's scratch lie in the cache's scratch, which is kept between rounds.
- * Invariants: only committed, unpinned entries go; a lane is either treated whole or not at all; nothing takes a lane below its
- * min_cache_size; what goes doesn't depend on which thread treats a lane.
+ * Memory is needed where blocks are shared with another cache, such as a snapshot of this one. All of it is got before the first
+ * lane changes: a round that began with some of the lanes would deal out another budget when it is tried again.
+ * Invariants: only committed, unpinned entries go; for want of memory none go; nothing takes a lane below its min_cache_size; what
+ * goes doesn't depend on which thread treats a lane.
  */
 #include "kv/kv_internal.h"
 
@@ -238,36 +240,75 @@ static dt_status keep_shared(dt_kv *kv, int32_t next_position, double total, con
 
 /* In layers that are due, what their window has passed goes first, so that a budget is spent on what can still be seen. */
 static dt_status drop_passed(dt_kv *kv, int32_t next_position, dt_round_result *result, dt_error *error) {
-    dt_status status = DT_OK;
-    for (int32_t i = 0; i < kv->n_layers && status == DT_OK; i++) {
+    int64_t n = 0;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
         const dt_kv_layer_params *params = &kv->layers[i].params;
         const bool is_due = params->window > 0 && dt_kv_exceeds(kv, i, 0); /* all lanes or none */
-        for (int32_t j = 0; is_due && j < params->n_lanes && status == DT_OK; j++) {
-            int32_t n = 0;
-            status = dt_kv_drop_passed(kv, i, j, DT_MAX(next_position - params->window + 1, 0), &n, error);
-            result->has_dropped = result->has_dropped || n > 0;
-        }
+        kv->layers[i].passed = is_due ? DT_MAX(next_position - params->window + 1, 0) : 0;
     }
+    const dt_status status = dt_kv_drop_passed(kv, &n, error);
+    result->has_dropped = n > 0;
     return status;
 }
 
-/* Evicts from one lane so that keep[index] entries stay; keep[index] becomes ~ how many went: below 0, where it was not before. */
-static bool evict_lane(lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread) {
+/* What goes from a lane so that keep[index] entries stay. */
+typedef struct choice {
+    int32_t *victims; /* [n] */
+    int32_t n;
+    void *scratch; /* for merging them */
+} choice;
+
+static choice choose(const lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread) {
+    const dt_kv_lane_state *state = &walk->kv->layers[layer].lanes[lane];
+    const dt_policy *policy = walk->kv->layers[layer].params.budget.policy;
+    const int32_t n_entries = state->n_entries, n_keep = walk->kv->keep[index];
+    char *scratch = walk->scratch + (size_t)thread * walk->scratch_bytes;
+    const size_t row = row_bytes(n_entries);
+    choice c = {.victims = (int32_t *)(void *)(scratch + row), .scratch = scratch + choice_bytes(n_entries)};
+    if (n_entries - state->n_slots > n_keep) {
+        const dt_lane_view entries = lane_entries(walk->kv, layer, lane, walk->next_position, (int32_t *)(void *)scratch);
+        c.n = dt_policy_choose(policy, &entries, n_keep, c.victims, scratch + 2 * row);
+    }
+    return c;
+}
+
+/* Everything that evicting from the lane takes memory for. */
+static bool prepare_lane(lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread) {
     dt_kv *kv = walk->kv;
-    const dt_kv_lane_state *state = &kv->layers[layer].lanes[lane];
-    const int32_t n_entries = state->n_entries, n_keep = kv->keep[index];
-    kv->keep[index] = ~0;
-    if (n_entries - state->n_slots <= n_keep) {
+    if (kv->keep[index] == ALL || dt_kv_absorb_is_ready(kv, layer, lane)) {
         return true;
     }
-    const size_t row = row_bytes(n_entries);
-    char *scratch = walk->scratch + (size_t)thread * walk->scratch_bytes;
-    int32_t *positions = (int32_t *)(void *)scratch, *victims = (int32_t *)(void *)(scratch + row);
-    const dt_lane_view entries = lane_entries(kv, layer, lane, walk->next_position, positions);
-    const int32_t n = dt_policy_choose(kv->layers[layer].params.budget.policy, &entries, n_keep, victims, scratch + 2 * row);
-    walk->status[thread] = dt_kv_absorb(kv, layer, lane, victims, n, scratch + choice_bytes(n_entries), &walk->errors[thread]);
-    kv->keep[index] = walk->status[thread] == DT_OK ? ~n : ~0;
+    const choice c = choose(walk, layer, lane, index, thread);
+    if (!dt_kv_prepare_absorb(kv, layer, lane, c.victims, c.n, c.scratch)) {
+        walk->status[thread] = dt_kv_fail_memory(kv, kv->layers[layer].params.format.block_bytes, "evicting from a shared KV cache",
+                                                 &walk->errors[thread]);
+    }
     return walk->status[thread] == DT_OK;
+}
+
+/* Evicts from the lane; keep[index] becomes ~ how many went: below 0, where it was not before. */
+static bool evict_lane(lane_walk *walk, int32_t layer, int32_t lane, int32_t index, int32_t thread) {
+    dt_kv *kv = walk->kv;
+    const choice c = choose(walk, layer, lane, index, thread);
+    kv->keep[index] = ~0;
+    if (c.n == 0) {
+        return true;
+    }
+    walk->status[thread] = dt_kv_absorb(kv, layer, lane, c.victims, c.n, c.scratch, &walk->errors[thread]);
+    kv->keep[index] = walk->status[thread] == DT_OK ? ~c.n : ~0;
+    return walk->status[thread] == DT_OK;
+}
+
+static dt_status walk_status(const lane_walk *walk, dt_error *error) {
+    for (int32_t i = 0; i < walk->n_threads; i++) {
+        if (walk->status[i] != DT_OK) {
+            if (error != NULL) {
+                *error = walk->errors[i];
+            }
+            return walk->status[i];
+        }
+    }
+    return DT_OK;
 }
 
 /* Evicts from the lanes that have more than keep[index] says, and counts what went. */
@@ -293,9 +334,15 @@ static dt_status evict_lanes(dt_kv *kv, int32_t next_position, const dt_workers 
     lane_walk walk = {.kv = kv,
                       .next_position = next_position,
                       .n_threads = n_threads,
-                      .treat = evict_lane,
+                      .treat = prepare_lane,
                       .scratch = scratch,
                       .scratch_bytes = scratch_bytes};
+    walk_lanes(&walk, NULL); /* on one thread: whether there is room doesn't depend on which lane asks first */
+    const dt_status status = walk_status(&walk, error);
+    if (status != DT_OK) {
+        return status;
+    }
+    walk.treat = evict_lane;
     walk_lanes(&walk, workers);
     double mean_evicted = 0;
     for (int32_t i = 0, index = 0; i < kv->n_layers; i++) {
@@ -309,15 +356,7 @@ static dt_status evict_lanes(dt_kv *kv, int32_t next_position, const dt_workers 
         mean_evicted += (double)evicted / n_lanes;
     }
     result->n_evicted = (int64_t)llround(mean_evicted);
-    for (int32_t i = 0; i < walk.n_threads; i++) {
-        if (walk.status[i] != DT_OK) {
-            if (error != NULL) {
-                *error = walk.errors[i];
-            }
-            return walk.status[i];
-        }
-    }
-    return DT_OK;
+    return walk_status(&walk, error);
 }
 
 dt_status dt_kv_round(dt_kv *kv, int32_t next_position, bool exact, const dt_workers *workers, dt_round_result *result,

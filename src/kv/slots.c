@@ -87,7 +87,8 @@ static int32_t find_merged(const dt_kv_layer_state *layer, const dt_kv_lane_stat
 
 /* Everything that takes memory: after it nothing can fail. */
 static bool prepare(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *entries, int32_t n_written, int32_t n) {
-    bool done = dt_kv_own_biases(kv, layer, lane) && dt_kv_prepare_drop(kv, layer, lane, entries + n_written, n - n_written);
+    bool done = (n_written == 0 || dt_kv_own_biases(kv, layer, lane)) &&
+                dt_kv_prepare_drop(kv, layer, lane, entries + n_written, n - n_written);
     for (int32_t i = 0; i < n_written && done; i++) {
         done = dt_kv_own_entry(kv, layer, lane, entries[i]);
     }
@@ -143,20 +144,48 @@ static bool scatter_slots(const absorption *a) {
     return done;
 }
 
+/* What goes, at the scratch's beginning. */
+static absorption begin_absorption(dt_kv *kv, int32_t layer_index, int32_t lane_index, const int32_t *victims, int32_t n,
+                                   void *scratch) {
+    const dt_kv_layer_state *layer = &kv->layers[layer_index];
+    const dt_kv_lane_state *lane = &layer->lanes[lane_index];
+    int32_t *entries = scratch;
+    absorption a = {.kv = kv, .layer = layer_index, .lane = lane_index, .entries = entries};
+    a.n = find_merged(layer, lane, lane->n_entries - kv->n_uncommitted, victims, n, entries);
+    a.n_slots = DT_MIN(layer->params.budget.memory_slots, a.n);
+    return a;
+}
+
+/* Nothing is merged into slots, and none are there. */
+static bool has_no_slots(const dt_kv *kv, int32_t layer, int32_t lane) {
+    return kv->layers[layer].params.budget.memory_slots == 0 && kv->layers[layer].lanes[lane].n_slots == 0;
+}
+
+bool dt_kv_absorb_is_ready(const dt_kv *kv, int32_t layer, int32_t lane) {
+    const bool has_biases = kv->layers[layer].params.budget.memory_slots == 0 || kv->layers[layer].lanes[lane].bias != NULL;
+    return has_biases && !dt_kv_shares_blocks(kv, layer, lane);
+}
+
+bool dt_kv_prepare_absorb(dt_kv *kv, int32_t layer, int32_t lane, const int32_t *victims, int32_t n, void *scratch) {
+    if (n == 0 || has_no_slots(kv, layer, lane)) {
+        return dt_kv_prepare_drop(kv, layer, lane, victims, n);
+    }
+    const absorption a = begin_absorption(kv, layer, lane, victims, n, scratch);
+    return prepare(kv, layer, lane, a.entries, a.n_slots, a.n);
+}
+
 dt_status dt_kv_absorb(dt_kv *kv, int32_t layer_index, int32_t lane_index, const int32_t *victims, int32_t n, void *scratch,
                        dt_error *error) {
     const dt_kv_layer_state *layer = &kv->layers[layer_index];
     dt_kv_lane_state *lane = &layer->lanes[lane_index];
     const dt_kv_format *f = &layer->params.format;
     const int32_t capacity = layer->params.budget.memory_slots;
-    if (n == 0 || (capacity == 0 && lane->n_slots == 0)) {
+    if (n == 0 || has_no_slots(kv, layer_index, lane_index)) {
         return dt_kv_drop(kv, layer_index, lane_index, victims, n, error);
     }
-    int32_t *entries = scratch;
-    absorption a = {.kv = kv, .layer = layer_index, .lane = lane_index, .entries = entries};
-    a.n = find_merged(layer, lane, lane->n_entries - kv->n_uncommitted, victims, n, entries);
-    a.n_slots = DT_MIN(capacity, a.n);
-    if (a.n_slots > 0 && !prepare(kv, layer_index, lane_index, entries, a.n_slots, a.n)) {
+    absorption a = begin_absorption(kv, layer_index, lane_index, victims, n, scratch);
+    const int32_t *entries = a.entries;
+    if (!prepare(kv, layer_index, lane_index, entries, a.n_slots, a.n)) {
         return dt_kv_fail_memory(kv, f->block_bytes, "memory slots", error);
     }
     int32_t newest = -1, n_tokens_written = 0;

@@ -21,7 +21,8 @@ skip() { # what is missing is the machine's, not the project's
 
 drop_root() {
     [ -n "${root:-}" ] || return 0
-    umount "$root/proc" "$root/dev/pts" "$root/dev" "$root/ccache" 2>/dev/null || true
+    # lazily: what a failed test left running may still hold them, and they must be gone before the tree is removed
+    umount --lazy "$root/proc" "$root/dev/pts" "$root/dev" "$root/ccache" 2>/dev/null || true
     if grep -q " $root/" /proc/mounts; then # never remove what another file system holds
         printf 'still mounted, so not removed: %s\n' "$root" >&2
     else
